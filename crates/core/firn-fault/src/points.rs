@@ -134,6 +134,14 @@ pub const POINTS: &[&str] = &[
     "filter.added",
     "filter.opened",
     "filter.removed",
+    // Mirrors of a VM's disks, one after another: the journal has it, QEMU has its target, a job was
+    // tried, the job is started with the seed; a job is ended, and its target removed.
+    "mirror.recorded",
+    "mirror.added",
+    "mirror.tried",
+    "mirror.started",
+    "mirror.ended",
+    "mirror.removed",
     // Frames that a protected VM sends are buffered, unless this fails.
     "net.hold",
     // Frames to a member of a cluster have their sender's marker, unless this fails.
@@ -151,6 +159,7 @@ pub const POINTS: &[&str] = &[
     "failover.started",
     "failover.running",
     // A disk that is served.
+    "mirror.write",
     "disk.read",
     "disk.write",
     "disk.sync",

@@ -371,7 +371,8 @@ pub(crate) fn discard_copies(qmp: &mut QmpClient, copies: &[DriveCopy]) -> Resul
     Ok(was_unfinished)
 }
 
-fn end_job(qmp: &mut QmpClient, id: &str) -> Result<bool, QmpError> {
+/// Ends a job, complete or not, if there is one. Returns whether it had not succeeded.
+pub(crate) fn end_job(qmp: &mut QmpClient, id: &str) -> Result<bool, QmpError> {
     let deadline = Instant::now() + qmp.timeout();
     let mut is_asked = false;
     loop {
@@ -403,6 +404,11 @@ fn ignore_refusal(done: Result<(), QmpError>) -> Result<(), QmpError> {
 
 fn query_nodes(qmp: &mut QmpClient) -> Result<Vec<BlockNode>, QmpError> {
     qmp.query("query-named-block-nodes")
+}
+
+/// The names of all nodes.
+pub(crate) fn query_node_names(qmp: &mut QmpClient) -> Result<Vec<String>, QmpError> {
+    Ok(query_nodes(qmp)?.into_iter().map(|node| node.name).collect())
 }
 
 fn remove_bitmap(qmp: &mut QmpClient, node: &str, name: &str) -> Result<(), QmpError> {

@@ -81,6 +81,8 @@ pub struct Drive {
     owner: PathBuf,
     /// The reason why its contents can't be preserved, if there is one.
     pub obstacle: Option<String>,
+    /// The reason why it can't be mirrored, if there is one.
+    pub mirror_obstacle: Option<String>,
 }
 
 /// The node of a device.
@@ -222,6 +224,8 @@ struct ImageLayer {
     format: String,
     #[serde(rename = "virtual-size", default)]
     virtual_size: u64,
+    #[serde(default)]
+    encrypted: bool,
     #[serde(rename = "backing-image")]
     backing: Option<Box<ImageLayer>>,
 }
@@ -257,17 +261,15 @@ pub(crate) fn find_drives(qmp: &mut QmpClient, view: &FileView) -> Result<Vec<Dr
             true => addresses.iter().filter(|address| **address == drive.named).count() > 1,
             false => drive.chain.first().is_some_and(|top| shared.contains(&file_id(top))),
         };
-        drive.obstacle = match jobs.first() {
-            // Firn can't find out which images a job changes. Some jobs hide the drive below a node
-            // of their own.
-            Some(BlockJobInfo { device, kind }) => {
-                Some(format!("a block job is at work ({kind}, {device})"))
-            }
-            None => drive
-                .obstacle
-                .take()
-                .or_else(|| is_shared.then(|| "another device has the same file".to_owned())),
-        };
+        // Firn can't find out which images a job changes. Some jobs hide the drive below a node of
+        // their own.
+        let job = jobs.first().map(|BlockJobInfo { device, kind }| {
+            format!("a block job is at work ({kind}, {device})")
+        });
+        let shared = is_shared.then(|| "another device has the same file".to_owned());
+        for obstacle in [&mut drive.obstacle, &mut drive.mirror_obstacle] {
+            *obstacle = job.clone().or(obstacle.take()).or(shared.clone());
+        }
     }
     Ok(drives)
 }
@@ -345,6 +347,7 @@ fn describe_drive(device: &BlockInfo, nodes: &[BlockDeviceInfo], view: &FileView
         is_remote,
         owner: top.cloned().unwrap_or_else(|| view.owner_path()),
         obstacle: obstacle.err(),
+        mirror_obstacle: find_mirror_obstacle(inserted),
         formats: chain_formats(&inserted.image),
         chain,
         named: inserted.file.clone(),
@@ -353,6 +356,13 @@ fn describe_drive(device: &BlockInfo, nodes: &[BlockDeviceInfo], view: &FileView
         direct: inserted.cache.direct,
         no_flush: inserted.cache.no_flush,
     })
+}
+
+/// Whatever QEMU can read can be mirrored. But a copy of an encrypted drive would not be encrypted.
+fn find_mirror_obstacle(drive: &BlockDeviceInfo) -> Option<String> {
+    let mut layers = std::iter::successors(Some(&drive.image), |layer| layer.backing.as_deref());
+    let is_encrypted = drive.encrypted || layers.any(|layer| layer.encrypted);
+    is_encrypted.then(|| "it is encrypted, and the standby's disk would not be".to_owned())
 }
 
 fn is_block_device(path: &Path) -> bool {
@@ -806,6 +816,12 @@ mod tests {
         let mut secret = device("qcow2", text, 2048);
         secret.inserted.as_mut().unwrap().encrypted = true;
         assert!(why(&secret).contains("encrypted"));
+        let mirror = |device: &BlockInfo| found(device).mirror_obstacle;
+        assert!(mirror(&secret).unwrap().contains("encrypted"));
+        assert_eq!(mirror(&alone("vmdk", text, 2048)), None);
+        secret.inserted.as_mut().unwrap().encrypted = false;
+        secret.inserted.as_mut().unwrap().image.backing.as_mut().unwrap().encrypted = true;
+        assert!(mirror(&secret).is_some());
     }
 
     #[test]

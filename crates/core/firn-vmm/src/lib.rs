@@ -16,6 +16,7 @@
 //!   restorable     whether the command line still describes the VM, so that it can be restored
 //!   backup         point-in-time copies of disks, by jobs of the hypervisor
 //!   flush          writes files back before a pause
+//!   mirror         jobs that send a drive, and each write of the guest, to an NBD server
 //!   commit         merges layers of drives into those below them
 //!   vm             all of it for one VM
 //! ```
@@ -39,6 +40,7 @@ mod guest_agent;
 pub mod hmp;
 mod launch;
 pub mod layout;
+mod mirror;
 mod namespace_threads;
 mod network_disks;
 mod open_watch;
@@ -67,6 +69,7 @@ pub use guest_agent::{GuestAgent, GuestAgentError};
 pub use hmp::ConnectedCard;
 pub use launch::{LaunchError, LaunchedProcess, find_program, launch_hypervisor, read_log_tail};
 pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};
+pub use mirror::{MirrorExtent, MirrorProgress, MirrorState, mirror_name};
 pub use namespace_threads::find_namespaced_process;
 pub use pause_pipe::{PauseOutcome, PausedVm, WaitMode};
 pub use qcow2::read_backing_file;

@@ -19,6 +19,7 @@ use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::filters::{self, FilterSide};
 use crate::hmp::{self, ConnectedCard};
 use crate::layout::{self, LayoutError, MemoryLayout};
+use crate::mirror::{self, MirrorExtent, MirrorState};
 use crate::namespace_threads::translate_threads;
 use crate::pause_pipe::{PausePipe, PausedVm, WaitMode};
 use crate::qmp::{QmpClient, QmpError};
@@ -338,6 +339,42 @@ impl QemuVm {
     /// not know.
     pub fn changed_bytes(&mut self, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
         backup::query_changed_bytes(&mut self.qmp, copy)
+    }
+
+    /// Connects to an NBD server at a socket with an abstract name, as the target of a mirror: the
+    /// socket and the export.
+    pub fn add_mirror_target(&mut self, name: &str, at: (&str, &str)) -> Result<(), QmpError> {
+        mirror::add_target(&mut self.qmp, name, at)
+    }
+
+    /// Starts the job that mirrors a node to a target that was added. The VM may run.
+    pub fn begin_mirror(
+        &mut self,
+        name: &str,
+        source: &str,
+        extent: MirrorExtent,
+    ) -> Result<(), QmpError> {
+        mirror::begin_mirror(&mut self.qmp, name, source, extent)
+    }
+
+    /// The state of the job of a mirror.
+    pub fn query_mirror(&mut self, name: &str) -> Result<MirrorState, QmpError> {
+        mirror::query_mirror(&mut self.qmp, name)
+    }
+
+    /// Ends the job of a mirror, if there is one. The drive stays as it is.
+    pub fn end_mirror(&mut self, name: &str) -> Result<(), QmpError> {
+        mirror::end_mirror(&mut self.qmp, name)
+    }
+
+    /// Removes the target of a mirror whose job has ended, if it is there.
+    pub fn remove_mirror_target(&mut self, name: &str) -> Result<(), QmpError> {
+        mirror::remove_target(&mut self.qmp, name)
+    }
+
+    /// The names of all mirrors of which this QEMU has a job or a target.
+    pub fn list_mirrors(&mut self) -> Result<Vec<String>, QmpError> {
+        mirror::list_mirrors(&mut self.qmp)
     }
 
     /// Removes the dirty bitmaps that Firn added, except those that began with these copies.

@@ -22,6 +22,7 @@ pub use changing::DiskWriter;
 
 use crate::change::DiskChange;
 use crate::primary::{EpochLog, PrimaryDisk, PrimaryDiskError};
+use crate::sink::MirrorSink;
 use crate::store::{DiskFileId, DiskStore, FileStore, StoreError};
 
 /// The maximum number of bytes that one step of the seed copies.
@@ -140,7 +141,16 @@ impl LoggedDisk {
 
     /// A disk of `size` bytes in a store. No other user of the store may change it.
     pub fn new(store: Box<dyn DiskStore>, size: u64) -> Self {
-        let state = DiskState { primary: PrimaryDisk::new(size), waiting: 0, is_closed: false };
+        Self::with_primary(store, size, PrimaryDisk::new(size))
+    }
+
+    /// The log of a disk of `size` bytes that a job of the hypervisor mirrors.
+    pub fn new_mirrored(size: u64) -> Self {
+        Self::with_primary(Box::new(MirrorSink), size, PrimaryDisk::new_mirrored(size))
+    }
+
+    fn with_primary(store: Box<dyn DiskStore>, size: u64, primary: PrimaryDisk) -> Self {
+        let state = DiskState { primary, waiting: 0, is_closed: false };
         let (state, room) = (Mutex::new(state), Condvar::new());
         let is_broken = AtomicBool::new(false);
         Self { store, size, piece_bytes: PIECE_BYTES, state, room, is_broken }
@@ -274,9 +284,14 @@ impl LoggedDisk {
         self.update_primary(PrimaryDisk::end_protection);
     }
 
-    /// The offset that the seed has reached; `None` if no seed is in progress.
+    /// Records how far the job has come that mirrors this disk.
+    pub fn record_fill(&self, copied: u64, is_whole: bool) {
+        self.update_primary(|primary| primary.record_fill(copied, is_whole));
+    }
+
+    /// The number of bytes that the seed has copied; `None` if no seed is in progress.
     pub fn seeded_bytes(&self) -> Option<u64> {
-        self.lock_state().primary.seeded_bytes().ok()
+        self.lock_state().primary.seed_progress().ok()
     }
 
     /// The fill level of the log. If changes wait, the cut should come early.

@@ -25,9 +25,18 @@
 //! | [`primary`] | which changes are logged, and when the log has room for more (pure) |
 //! | [`standby`] | which epochs are stored, folded and dropped (pure) |
 //! | [`wire`] | encodes changes as bytes (pure) |
+//! | [`sink`] | stands for the bytes of a disk that only the hypervisor has (a mirrored disk) |
 //! | [`store`] | stores the bytes of a disk in a file |
 //! | [`disk`] | a file and its log, changed together |
 //! | [`nbd`] | serves disks to QEMU |
+//!
+//! A *mirrored* disk is any disk of the VM's own. A job of QEMU sends what it contains, and each
+//! write of the guest before the guest gets the reply, to an NBD disk that has no file here:
+//!
+//! ```text
+//!     QEMU  -- the guest's own disk
+//!       '----- mirror job, NBD -->  NbdServer --> LoggedDisk (a sink) --> log of an epoch
+//! ```
 //!
 //! # The order of calls
 //!
@@ -52,9 +61,11 @@ pub mod change;
 pub mod disk;
 pub mod nbd;
 pub mod primary;
+pub mod sink;
 pub mod standby;
 pub mod store;
 pub mod wire;
+mod written;
 
 #[cfg(test)]
 mod tests;

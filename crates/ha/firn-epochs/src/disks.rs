@@ -9,16 +9,20 @@
 //! A hypervisor that is ordered to stop waits for its disks first, so their logs have no bound from
 //! that moment until the cut. The bound is lifted after the hypervisor got the order, and also if
 //! the VM is paused without a cut.
+//!
+//! Some of them Firn serves, others are mirrored by jobs of the hypervisor
+//! ([`MirrorJobs`](crate::guest::MirrorJobs)).
 
 use std::sync::Arc;
 
 use firn_cluster::Epoch;
 use firn_disks::{DiskChange, DiskError, LoggedDisk};
+use firn_vmm::Drive;
 
 /// The bytes of memory that the log of a disk may take in an epoch before changes have to wait.
 const LOG_BYTES: usize = 32 << 20;
 
-/// All disks of a VM that Firn serves, with their ids. Dropping it ends the logging.
+/// All replicated disks of a VM, with QEMU's names for them. Dropping it ends the logging.
 #[derive(Default)]
 pub struct EpochDisks(Vec<(String, Arc<LoggedDisk>)>);
 
@@ -28,9 +32,15 @@ impl EpochDisks {
         Self(disks)
     }
 
-    /// Whether a disk of this id is among them.
-    pub fn contains_disk(&self, id: &str) -> bool {
-        self.0.iter().any(|(it, _)| it == id)
+    /// Whether a drive of the VM is among them: by its own name, or by that of its node.
+    pub fn contains_drive(&self, drive: &Drive) -> bool {
+        self.0.iter().any(|(name, _)| *name == drive.name || *name == drive.node)
+    }
+
+    /// Records how far the job has come that mirrors the disk of this name.
+    pub(crate) fn record_fill(&self, name: &str, copied: u64, is_whole: bool) {
+        let named = self.0.iter().filter(|(it, _)| it == name);
+        named.for_each(|(_, disk)| disk.record_fill(copied, is_whole));
     }
 
     /// The numbers of the disks.

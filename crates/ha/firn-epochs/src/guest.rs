@@ -40,7 +40,7 @@ use firn_memory::{
     TraceError, Tracee, process_memory,
 };
 use firn_types::{PAGE_SIZE, Page, ThreadId};
-use firn_vmm::{AuxRam, DeviceStateError, QemuVm, QmpError, WaitMode};
+use firn_vmm::{AuxRam, DeviceStateError, MirrorProgress, QemuVm, QmpError, WaitMode};
 use serde_json::Value;
 use thiserror::Error;
 
@@ -93,6 +93,17 @@ pub enum GuestError {
          more, or have its disks in the page cache"
     )]
     PastPageCache,
+    /// A disk is not mirrored any more, or can't be.
+    #[error("the VM's disk {disk} is not mirrored: {why}")]
+    Mirror {
+        /// The disk.
+        disk: String,
+        /// The reason.
+        why: String,
+    },
+    /// The record of the mirror jobs can't be written.
+    #[error("the mirrors of the VM's disks could not be recorded")]
+    MirrorRecord(#[source] io::Error),
     /// A device was added or removed: the standby has the devices of the beginning.
     #[error(
         "a device changed, and the standby has those of the beginning ({0}): give devices on the command line of a VM that is to be protected"
@@ -125,6 +136,43 @@ pub trait PauseJournal: fmt::Debug + Send {
 /// A witness for a process without a successor.
 impl PauseJournal for () {
     fn record_stop(&mut self, _: bool) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The jobs by which the hypervisor mirrors disks of the VM's own to Firn, while it is protected.
+pub trait MirrorJobs: fmt::Debug + Send {
+    /// Starts the jobs. Each copies its whole disk, and sends each write of the guest from the
+    /// beginning.
+    ///
+    /// # Errors
+    /// If the hypervisor refuses one, or a successor would not know of it.
+    fn start(&mut self, vm: &mut QemuVm) -> Result<(), GuestError>;
+
+    /// The state of each job, with the name of its disk.
+    ///
+    /// # Errors
+    /// If a job has ended: the changes of its disk are not logged any more.
+    fn query(&mut self, vm: &mut QemuVm) -> Result<Vec<(String, MirrorProgress)>, GuestError>;
+
+    /// Removes the jobs and all that belongs to them from the hypervisor.
+    ///
+    /// # Errors
+    /// If a part may be left.
+    fn remove(&mut self, vm: &mut QemuVm) -> Result<(), GuestError>;
+}
+
+/// A VM without mirrored disks.
+impl MirrorJobs for () {
+    fn start(&mut self, _: &mut QemuVm) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn query(&mut self, _: &mut QemuVm) -> Result<Vec<(String, MirrorProgress)>, GuestError> {
+        Ok(Vec::new())
+    }
+
+    fn remove(&mut self, _: &mut QemuVm) -> Result<(), GuestError> {
         Ok(())
     }
 }
@@ -197,6 +245,7 @@ pub struct ProtectedGuest {
     scan: PageScan,
     witness: Box<dyn PauseJournal>,
     disks: EpochDisks,
+    mirrors: Box<dyn MirrorJobs>,
     devices: DeviceSet,
     state_sizes: StateSizes,
     /// Nothing of Firn is left in the hypervisor.
@@ -236,12 +285,20 @@ impl ProtectedGuest {
             scan,
             witness,
             disks,
+            mirrors: Box::new(()),
             devices,
             state_sizes,
             is_detached,
         };
         guest.begin_tracking()?;
         Ok(guest)
+    }
+
+    /// Has jobs mirror those of its disks that Firn does not serve. They are started with the seed,
+    /// and removed when Firn detaches.
+    pub fn with_mirrors(mut self, mirrors: Box<dyn MirrorJobs>) -> Self {
+        self.mirrors = mirrors;
+        self
     }
 
     fn begin_tracking(&mut self) -> Result<(), GuestError> {
@@ -260,6 +317,23 @@ impl ProtectedGuest {
     /// The disks that are replicated with its epochs.
     pub fn disks(&self) -> &EpochDisks {
         &self.disks
+    }
+
+    /// Begins to log the changes of its disks, and starts the jobs that mirror some of them.
+    pub(crate) fn begin_disk_logs(&mut self) -> Result<(), GuestError> {
+        self.disks.begin_protection();
+        self.mirrors.start(&mut self.vm)
+    }
+
+    /// Queries the jobs that mirror disks.
+    ///
+    /// # Errors
+    /// If one of them has ended.
+    pub(crate) fn poll_mirrors(&mut self) -> Result<(), GuestError> {
+        for (disk, progress) in self.mirrors.query(&mut self.vm)? {
+            self.disks.record_fill(&disk, progress.copied, progress.is_synced);
+        }
+        Ok(())
     }
 
     /// The control channel of the VM.
@@ -375,9 +449,10 @@ impl ProtectedGuest {
     /// Checks the conditions of a cut. Returns why the VM does not run, if it is in trouble.
     ///
     /// # Errors
-    /// If a device was added or removed since Firn attached.
+    /// If a device was added or removed since Firn attached, or a disk is not mirrored any more.
     pub fn check_before_cut(&mut self) -> Result<Option<GuestRunTrouble>, GuestError> {
         self.devices.check_unchanged(&mut self.vm)?;
+        self.poll_mirrors()?;
         Ok(GuestRunTrouble::from_state(&self.vm.status()?))
     }
 
@@ -469,10 +544,13 @@ impl ProtectedGuest {
 
     fn detach_all(&mut self) -> Result<(), GuestError> {
         self.is_detached = true;
+        // A write of the guest may wait for room in a log.
         self.disks.end_protection();
+        let unmirrored = self.mirrors.remove(&mut self.vm);
         let gave_back = self.vm.finish_save();
         let unregistered = self.scan.unregister_all();
         self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
+        unmirrored?;
         gave_back?;
         Ok(unregistered?)
     }
@@ -507,12 +585,9 @@ pub fn check_protectable(
     if let Some(blocker) = vm.migration_blockers()?.first() {
         return refused(format!("its state can't be saved ({blocker})"));
     }
-    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.contains_disk(&drive.name)) {
+    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.contains_drive(drive)) {
         let name = &drive.name;
-        return refused(format!(
-            "the guest can write to its disk {name}, which Firn does not serve; start the VM with -drive \
-             file=PATH,format=raw|qcow2,if=none,id={name},firn=on, or attach the disk read-only"
-        ));
+        return refused(format!("the guest can write to its disk {name}, which is not replicated"));
     }
     if vm.balloon()?.is_some() {
         return refused(

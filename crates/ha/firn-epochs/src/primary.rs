@@ -525,6 +525,8 @@ impl ProtectionLoop<'_> {
         tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());
         if let (true, Some(control)) = (self.epochs.is_finishing(), self.callbacks.final_cut()) {
             self.held.insert(HeldPause::new(epoch, control)).stop_guest(self.guest, control)?;
+            // The backup commits this epoch without another one after it.
+            self.guest.check_before_cut()?;
         }
         let notice = PauseNotice::announce_pause(self.callbacks);
         let mut inside = PauseWork {

@@ -3,6 +3,9 @@
 //! ```text
 //!   -drive file=web.qcow2,format=qcow2,if=none,id=disk0,firn=on                                                  as given
 //!   -drive format=qcow2,if=none,id=disk0,file.driver=nbd,file.server.type=unix,file.server.path=...,file.export=disk0,...
+//!
+//!   -blockdev driver=raw,node-name=disk0,file=web.raw,firn=on                                                    the same as a node
+//!   -blockdev driver=raw,node-name=disk0,file.driver=nbd,file.server.type=unix,...
 //! ```
 //!
 //! The VM's record keeps the user's option, so that a standby has the same disks. A qcow2 file
@@ -21,7 +24,8 @@ use super::size;
 /// How long QEMU waits for a server that has died, in seconds: a week. A new supervisor serves
 /// sooner, or an operator has to intervene.
 const RECONNECT_SECONDS: &str = "604800";
-const SYNTAX_HINT: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on";
+const SYNTAX_HINT: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on, or as -blockdev \
+     driver=raw|qcow2,node-name=ID,file=PATH,firn=on";
 const WRITABLE: &str =
     "firn=on is for disks whose writes are kept; leave out readonly and snapshot";
 
@@ -63,11 +67,20 @@ fn read_disk(argument: &CommandArgument) -> Result<Option<DiskPlan>, CommandLine
             .ok_or_else(|| CommandLineError::unreadable_option(argument, "its size"))
     };
     let size = text("size").map(bytes).transpose()?;
-    match (text("id"), text("file"), text("format")) {
+    let (id, format) = disk_keys(argument.name());
+    match (text(id), text("file"), text(format)) {
         (Some(id), Some(file), Some(format)) if matches!(&*format, "raw" | "qcow2") => {
             Ok(Some(DiskPlan { id, file: file.into(), format, size }))
         }
         _ => Err(CommandLineError::refuse_option(argument, SYNTAX_HINT)),
+    }
+}
+
+/// The keys of the id and of the format in `-drive` or `-blockdev`.
+fn disk_keys(option: &str) -> (&'static str, &'static str) {
+    match option {
+        "blockdev" => ("node-name", "driver"),
+        _ => ("id", "format"),
     }
 }
 
@@ -78,8 +91,11 @@ fn disk_properties(
     let properties = OptionProperties::parse_value(argument.value(), "").unwrap_or_default();
     match (argument.name(), properties.is_on("firn")) {
         (_, false) => Ok(None),
-        ("drive", true) => Ok(Some(properties)),
-        ("blockdev", true) => Err(CommandLineError::refuse_option(argument, SYNTAX_HINT)),
+        // Nested objects would be needed for its file.
+        ("blockdev", true) if argument.value().starts_with('{') => {
+            Err(CommandLineError::refuse_option(argument, SYNTAX_HINT))
+        }
+        ("drive" | "blockdev", true) => Ok(Some(properties)),
         (_, true) => Ok(None),
     }
 }
@@ -90,7 +106,7 @@ pub(super) fn disk_over_socket(
     socket: &Path,
 ) -> Option<CommandArgument> {
     let mut properties = disk_properties(argument).ok()??;
-    let id = properties.get("id")?.into_owned();
+    let id = properties.get(disk_keys(argument.name()).0)?.into_owned();
     ["firn", "file", "size"].iter().for_each(|key| properties.remove(key));
     let socket = socket.to_string_lossy();
     for (key, value) in [
@@ -102,7 +118,7 @@ pub(super) fn disk_over_socket(
     ] {
         properties.set(&format!("file.{key}"), value);
     }
-    Some(CommandArgument::new("drive", properties.to_text("")))
+    Some(CommandArgument::new(argument.name(), properties.to_text("")))
 }
 
 /// Replaces the file of a disk in a command line.
@@ -115,13 +131,14 @@ pub fn with_disk(
     let mut arguments = arguments::split_words(words);
     let disk = arguments.iter_mut().find_map(|argument| {
         let properties = disk_properties(argument).ok()??;
-        (properties.get("id").as_deref() == Some(id)).then_some((argument, properties))
+        let key = disk_keys(argument.name()).0;
+        (properties.get(key).as_deref() == Some(id)).then_some((argument, properties))
     });
     let Some((argument, mut properties)) = disk else {
         return Err(CommandLineError::NoDisk { id: id.to_owned() });
     };
     properties.set("file", file);
-    *argument = CommandArgument::new("drive", properties.to_text(""));
+    *argument = CommandArgument::new(argument.name(), properties.to_text(""));
     Ok([vec![program.clone()], arguments::join_arguments(&arguments)].concat())
 }
 
@@ -153,6 +170,19 @@ mod tests {
     }
 
     #[test]
+    fn a_node_is_read_and_put_over_a_socket() {
+        let node = "-blockdev driver=raw,node-name=n,file=/a,discard=unmap,firn=on";
+        let plan = DiskPlan { id: "n".into(), file: "/a".into(), format: "raw".into(), size: None };
+        assert_eq!(found(node), Ok(vec![plan]));
+        let over =
+            disk_over_socket(&arguments::split_words(&words(node))[0], Path::new("/s")).unwrap();
+        let expected = "-blockdev driver=raw,node-name=n,discard=unmap,file.driver=nbd,file.server.type=unix,file.server.path=/s,file.export=n,file.reconnect-delay=604800";
+        assert_eq!(over.to_string(), expected);
+        let command = words(&format!("qemu {node}"));
+        assert!(with_disk(&command, "n", "/b").unwrap()[2].contains("file=/b,"));
+    }
+
+    #[test]
     fn an_unsuitable_disk_is_refused() {
         for line in [
             "-drive file=a,firn=on,id=d",
@@ -162,6 +192,8 @@ mod tests {
             "-drive file=a,format=raw,firn=on,id=d,readonly=on",
             "-drive file=a,format=raw,firn=on,id=d,size=many",
             "-blockdev driver=raw,node-name=d,firn=on",
+            "-blockdev driver=vmdk,node-name=d,file=a,firn=on",
+            "-blockdev {\"driver\":\"raw\",\"node-name\":\"d\",\"file\":\"a\",\"firn\":true}",
         ] {
             assert!(found(line).is_err(), "{line}");
         }

@@ -67,7 +67,7 @@ pub enum CommandLineError {
         id: String,
     },
     /// A disk that Firn would serve is missing.
-    #[error("no -drive with firn=on on the command line has the id {id:?}")]
+    #[error("no -drive or -blockdev with firn=on on the command line has the id {id:?}")]
     NoDisk {
         /// Its id.
         id: String,

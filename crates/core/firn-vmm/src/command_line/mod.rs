@@ -23,7 +23,8 @@
 //!
 //! A network card whose back end is `-netdev firn,id=ID,uplink=PATH` gets one end of a pair of
 //! sockets; its frames pass through Firn. Firn serves a disk with `firn=on`
-//! ([`CommandPlan::with_disks`]).
+//! ([`CommandPlan::with_disks`]); the standby of a VM has such a disk for each drive that is
+//! mirrored ([`with_standby_disk`]).
 //!
 //! A VM that is restored beside another has sockets, ports and files of its own
 //! ([`CommandPlan::relocate_endpoints`]). [`CommandOverrides`] has the changes that its user
@@ -51,6 +52,7 @@ mod error;
 mod generation;
 mod host_access;
 mod libvirt;
+mod mirrored_drives;
 mod needs;
 mod network_disks;
 mod option_files;
@@ -69,6 +71,7 @@ pub use error::CommandLineError;
 pub use generation::{replace_generation_id, with_generation_id};
 pub use host_access::{HostAccess, find_host_accesses};
 pub use libvirt::{PlainCommand, without_libvirt};
+pub use mirrored_drives::{MirroredDrive, with_standby_disk};
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, find_needs};
 pub use network_disks::NetworkDisk;
 pub use option_files::expand_option_files;

@@ -77,6 +77,11 @@ pub(super) fn find_network_disks(arguments: &[CommandArgument]) -> Vec<NetworkDi
     arguments.iter().filter_map(disk).collect()
 }
 
+/// Whether an option has the disk on the network of this name.
+pub(super) fn is_network_disk(argument: &CommandArgument, named: &str) -> bool {
+    FoundDisk::of_argument(argument).is_some_and(|found| found.named == named)
+}
+
 /// Replaces a disk on the network by a file. `false` if no option has this disk.
 pub(super) fn replace_network_disk(arguments: &mut [CommandArgument], drive: &DriveFile) -> bool {
     if !drive.named.starts_with(NAME_PREFIX) {

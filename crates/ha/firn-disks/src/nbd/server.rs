@@ -5,18 +5,27 @@
 //!   socket        bound under another name, then renamed to its own: the path always names a
 //!                 socket, either the new one or the old one, which refuses connections
 //! ```
+//!
+//! A hypervisor that mirrors its disks may be another user's, or see other directories. For it the
+//! socket has an abstract name (unix(7)) in the hypervisor's network namespace, and the server accepts only connections of that process.
+//! The name is new for each server, so no other process can have it when the hypervisor connects.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use rustix::thread::LinkNameSpaceType;
 use thiserror::Error;
 
 use super::connection;
@@ -86,7 +95,15 @@ struct ClientTable {
 
 struct ServerState {
     exports: NbdExports,
+    /// The only process that may connect; `None` if the socket's permissions decide.
+    client: Option<i32>,
     clients: Mutex<ClientTable>,
+}
+
+impl fmt::Debug for NbdServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.shared.exports.disk_names()).finish()
+    }
 }
 
 /// A server, which runs until it is dropped.
@@ -94,7 +111,8 @@ pub struct NbdServer {
     shared: Arc<ServerState>,
     listener: Arc<UnixListener>,
     thread: Option<JoinHandle<()>>,
-    path: PathBuf,
+    /// The name to remove.
+    path: Option<PathBuf>,
 }
 
 impl NbdServer {
@@ -108,15 +126,38 @@ impl NbdServer {
             return Err(ServerError::Taken { path: path.to_owned() });
         }
         let failed = |source| ServerError::Socket { path: path.to_owned(), source };
-        let listener = Arc::new(bind_private(path).map_err(failed)?);
-        let shared = Arc::new(ServerState { exports, clients: Mutex::default() });
+        let listener = bind_private(path).map_err(failed)?;
+        Self::listen(listener, exports, None, Some(path.to_owned())).map_err(failed)
+    }
+
+    /// Serves disks to one process only, on a socket with a new abstract name. Returns the name as
+    /// well.
+    ///
+    /// # Errors
+    /// If the socket can't be created.
+    pub fn start_for_process(pid: i32, exports: NbdExports) -> Result<(Self, String), ServerError> {
+        let name = format!("firn-mirror-{pid}-{:016x}", RandomState::new().hash_one(pid));
+        let failed = |source| ServerError::Socket { path: PathBuf::from(&name), source };
+        let listener = bind_where(pid, &name).map_err(failed)?;
+        let server = Self::listen(listener, exports, Some(pid), None).map_err(failed)?;
+        Ok((server, name))
+    }
+
+    fn listen(
+        listener: UnixListener,
+        exports: NbdExports,
+        client: Option<i32>,
+        path: Option<PathBuf>,
+    ) -> io::Result<Self> {
+        let listener = Arc::new(listener);
+        let shared = Arc::new(ServerState { exports, client, clients: Mutex::default() });
         let accept = {
             let (listener, shared) = (Arc::clone(&listener), Arc::clone(&shared));
             move || accept_clients(&listener, &shared)
         };
         let thread = thread::Builder::new().name("firn-nbd-accept".into());
-        let thread = Some(thread.spawn(accept).map_err(failed)?);
-        Ok(Self { shared, listener, thread, path: path.to_owned() })
+        let thread = Some(thread.spawn(accept)?);
+        Ok(Self { shared, listener, thread, path })
     }
 }
 
@@ -124,8 +165,10 @@ impl Drop for NbdServer {
     /// Ends all connections. QEMU repeats unacknowledged requests to the next server. This object
     /// serves the disks no more.
     fn drop(&mut self) {
-        // Another process may have removed it.
-        let _ = fs::remove_file(&self.path);
+        if let Some(path) = &self.path {
+            // Another process may have removed it.
+            let _ = fs::remove_file(path);
+        }
         self.shared.lock_clients().is_stopping = true;
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if let Some(thread) = self.thread.take() {
@@ -152,7 +195,17 @@ impl ServerState {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn check_peer(&self, stream: &UnixStream) -> io::Result<()> {
+        let Some(client) = self.client else { return Ok(()) };
+        let peer = rustix::net::sockopt::socket_peercred(stream)?.pid.as_raw_nonzero().get();
+        match peer == client {
+            true => Ok(()),
+            false => Err(io::Error::other(format!("it is process {peer}, not {client}"))),
+        }
+    }
+
     fn add_client(self: &Arc<Self>, stream: UnixStream) -> io::Result<()> {
+        self.check_peer(&stream)?;
         let mut clients = self.lock_clients();
         clients.threads.retain(|thread| !thread.is_finished());
         if clients.is_stopping || clients.streams.len() >= CLIENTS_MAX {
@@ -200,6 +253,25 @@ fn accept_clients(listener: &UnixListener, shared: &Arc<ServerState>) {
             thread::sleep(ACCEPT_RETRY_INTERVAL);
         }
     }
+}
+
+/// Binds a socket with an abstract name in the network namespace of a process, in which alone such
+/// a name means something.
+fn bind_where(pid: i32, name: &str) -> io::Result<UnixListener> {
+    let address = SocketAddr::from_abstract_name(name)?;
+    let (own, theirs) = ("/proc/self/ns/net", format!("/proc/{pid}/ns/net"));
+    if fs::read_link(own)? == fs::read_link(&theirs)? {
+        return UnixListener::bind_addr(&address);
+    }
+    let namespace = fs::File::open(theirs)?;
+    // A thread of its own, because it stays in that namespace.
+    let bind = move || {
+        let kind = Some(LinkNameSpaceType::Network);
+        rustix::thread::move_into_link_name_space(namespace.as_fd(), kind)?;
+        UnixListener::bind_addr(&address)
+    };
+    let thread = thread::Builder::new().name("firn-nbd-bind".into()).spawn(bind)?;
+    thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds it died")))
 }
 
 /// Binds a socket that no other user can use at any time under that name.

@@ -1,7 +1,14 @@
 //! Clients that violate the protocol get one error, or their connection ends; the server continues.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::process::Command;
+use std::sync::Arc;
+
+use firn_disks::LoggedDisk;
+use firn_disks::nbd::{NbdExports, NbdServer};
 
 use crate::client::{Client, GO, READ, TRIM, WRITE, ZEROES};
 use crate::served::Place;
@@ -143,4 +150,21 @@ impl Client {
     fn ended_at_once(mut self) -> bool {
         std::io::Read::read(&mut self.0, &mut [0; 18]).map_or(true, |count| count == 0)
     }
+}
+
+/// A server for one process accepts no other.
+#[test]
+fn only_the_process_that_a_server_is_for_may_connect() {
+    let exports: NbdExports =
+        [("d".to_owned(), Arc::new(LoggedDisk::new_mirrored(1 << 20)))].into_iter().collect();
+    let mut other = Command::new("sleep").arg("60").spawn().unwrap();
+    for (pid, is_accepted) in [(std::process::id(), true), (other.id(), false)] {
+        let (_server, name) = NbdServer::start_for_process(pid as i32, exports.clone()).unwrap();
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
+        let mut client = UnixStream::connect_addr(&address).unwrap();
+        let mut greeting = [0; 18];
+        assert_eq!(client.read_exact(&mut greeting).is_ok(), is_accepted);
+    }
+    other.kill().unwrap();
+    other.wait().unwrap();
 }

@@ -1,7 +1,10 @@
 //! Seed: the first epoch, which sends all disks and all of memory while the VM runs. Changes of the
-//! part of a disk that was copied already are sent in between.
+//! part of a disk that was copied already are sent in between. A disk that the hypervisor mirrors is
+//! copied by its job, whose writes are logged like those of the guest.
 
 use std::io::BufWriter;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
 use firn_cluster::Epoch;
@@ -18,6 +21,19 @@ use crate::wire::{EpochWriter, PAGES_MAX};
 const SEED_ROUNDS: usize = 3;
 /// The number of pages that are left to the first epoch without another round.
 const SEED_REMAINDER_PAGES_MAX: usize = 2048;
+
+/// The wait for a job that mirrors a disk and has sent nothing new.
+const MIRROR_WAIT: Duration = Duration::from_millis(1);
+/// The interval at which the jobs that mirror disks are queried.
+const MIRROR_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// One step of the seed of all disks.
+struct DisksStep {
+    /// All have been copied.
+    is_whole: bool,
+    /// There was something to send.
+    has_changes: bool,
+}
 
 /// Sends all of memory to a backup that has nothing.
 pub(super) struct SeedSender<'a> {
@@ -51,24 +67,36 @@ impl SeedSender<'_> {
     }
 
     fn seed_disks(&mut self) -> Result<(), ProtectionError> {
-        self.guest.disks().begin_protection();
-        while !self.seed_disks_step()? && !self.is_cancelled()? {
+        self.guest.begin_disk_logs()?;
+        let mut polled = Instant::now();
+        loop {
+            let step = self.seed_disks_step()?;
+            if step.is_whole || self.is_cancelled()? {
+                return Ok(());
+            }
             let (done, all) = self.guest.disks().seeded_bytes();
             self.callbacks.on_event(ProtectionEvent::SeedingDisks(done, all));
+            if !step.has_changes {
+                thread::sleep(MIRROR_WAIT);
+            }
+            if polled.elapsed() >= MIRROR_POLL_INTERVAL {
+                self.guest.poll_mirrors()?;
+                polled = Instant::now();
+            }
         }
-        Ok(())
     }
 
-    /// Takes a step for each disk. Returns whether all are whole.
-    fn seed_disks_step(&mut self) -> Result<bool, ProtectionError> {
-        let mut is_whole = true;
+    /// Takes a step for each disk.
+    fn seed_disks_step(&mut self) -> Result<DisksStep, ProtectionError> {
+        let mut step = DisksStep { is_whole: true, has_changes: false };
         for number in self.guest.disks().disk_numbers() {
-            let (changes, is_there) =
+            let (changes, is_whole) =
                 self.guest.disks().seed_step(number).map_err(GuestError::from)?;
             self.writer.write_changes(Epoch(0), number, &changes)?;
-            is_whole &= is_there;
+            step.is_whole &= is_whole;
+            step.has_changes |= !changes.is_empty();
         }
-        Ok(is_whole)
+        Ok(step)
     }
 
     fn is_cancelled(&self) -> Result<bool, ProtectionError> {

@@ -120,8 +120,9 @@ impl NewSupervisor {
         let shut = before.as_ref().is_some_and(|journal| journal.shut);
         let lease = before.as_ref().and_then(|journal| journal.lease);
         let filters = before.as_ref().map(|it| it.filters.clone()).unwrap_or_default();
+        let mirrors = before.as_ref().map(|it| it.mirrors.clone()).unwrap_or_default();
         let new = Journal::new(vm.name().clone(), launching);
-        let journal = Journal { hypervisor_record, overlays, shut, lease, filters, ..new };
+        let journal = Journal { hypervisor_record, overlays, shut, lease, filters, mirrors, ..new };
         let journal =
             JournalFile::create(vm.journal_file(), journal).while_doing("writing the journal")?;
         Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, role })

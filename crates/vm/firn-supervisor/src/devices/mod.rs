@@ -6,5 +6,6 @@ pub(crate) mod disk_copies;
 pub(crate) mod disk_kinds;
 pub(crate) mod disk_layers;
 pub(crate) mod disk_snapshots;
+pub(crate) mod mirrored_disks;
 pub(crate) mod network;
 pub(crate) mod served_disks;

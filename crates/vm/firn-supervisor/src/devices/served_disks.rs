@@ -17,9 +17,9 @@ use std::sync::Arc;
 
 use firn_disks::nbd::{NbdExports, NbdServer};
 use firn_disks::{DiskFileId, DiskStore, FileStore, LoggedDisk};
-use firn_epochs::disks::EpochDisks;
 use firn_epochs::standby::DiskCopy;
 use firn_epochs::wire::DiskHello;
+use firn_vmm::Drive;
 use firn_vmm::command_line::DiskPlan;
 
 use crate::records::device_records::ServedDisk;
@@ -85,21 +85,24 @@ impl ServedDisks {
         self.disks.iter().map(|(disk, _)| disk.clone()).collect()
     }
 
-    /// The disks, for the VM's epochs.
-    pub(crate) fn epoch_disks(&self) -> EpochDisks {
-        EpochDisks::new(
-            self.disks.iter().map(|(it, disk)| (it.id.clone(), Arc::clone(disk))).collect(),
-        )
+    /// Whether a drive is one of the disks: by its id, or by the name of its node.
+    pub(crate) fn contains_drive(&self, drive: &Drive) -> bool {
+        self.disks.iter().any(|(it, _)| it.id == drive.name || it.id == drive.node)
     }
 
-    /// The descriptions of the disks, for the standby.
-    pub(crate) fn disk_hellos(&self) -> Result<Vec<DiskHello>, Failure> {
-        let hello = |(it, disk): &(ServedDisk, Arc<LoggedDisk>)| {
-            let mut head = vec![0; HEAD_BYTES.min(disk.size()) as usize];
-            disk.read_at(0, &mut head).while_doing(format!("reading the disk {}", it.id))?;
-            Ok(DiskHello { id: it.id.clone(), size: disk.size(), head })
-        };
-        self.disks.iter().map(hello).collect()
+    /// The disk with this id.
+    pub(crate) fn find_disk(&self, id: &str) -> Option<&Arc<LoggedDisk>> {
+        self.disks.iter().find(|(it, _)| it.id == id).map(|(_, disk)| disk)
+    }
+
+    /// The description of the disk with this id, for the standby.
+    pub(crate) fn disk_hello(&self, id: &str) -> Result<DiskHello, Failure> {
+        let none =
+            || Failure::new(FailureKind::Other, format!("Firn does not serve the disk {id}"));
+        let disk = self.find_disk(id).ok_or_else(none)?;
+        let mut head = vec![0; HEAD_BYTES.min(disk.size()) as usize];
+        disk.read_at(0, &mut head).while_doing(format!("reading the disk {id}"))?;
+        Ok(DiskHello { id: id.to_owned(), size: disk.size(), head })
     }
 
     /// Creates and serves new files for the disks of a primary's VM, in the primary's order.

@@ -8,7 +8,10 @@ use std::time::Duration;
 use crossbeam_channel::Receiver;
 use firn_cluster::member::NicEpoch;
 use firn_cluster::{Epoch, FrameNumber};
-use firn_epochs::guest::{ExitReport, GuestError, GuestRunTrouble, PauseJournal, ProtectedGuest};
+use firn_epochs::disks::EpochDisks;
+use firn_epochs::guest::{
+    ExitReport, GuestError, GuestRunTrouble, MirrorJobs, PauseJournal, ProtectedGuest,
+};
 use firn_epochs::primary::{
     self, CutMeasurements, EndRequest, EpochOptions, FinalCutControl, ProtectionCallbacks,
     ProtectionError, ProtectionEvent,
@@ -17,6 +20,7 @@ use firn_epochs::protection_end::ProtectionEnd;
 use firn_epochs::wire::{self, PrimaryHello};
 use serde::{Deserialize, Serialize};
 
+use crate::devices::mirrored_disks::EpochDiskPlan;
 use crate::devices::network::VmNetwork;
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::inspection;
@@ -40,6 +44,9 @@ pub struct ProtectionStatus {
     /// reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_held: Vec<String>,
+    /// Disks that stay the VM's own, and are mirrored by jobs of QEMU, as QEMU names them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mirrored: Vec<String>,
     /// The newest epoch that was cut.
     pub epoch: u64,
     /// The newest epoch that the backup has completely.
@@ -220,8 +227,17 @@ pub(crate) struct ProtectedParts<'a> {
     pub(crate) hypervisor: &'a ProcessHandle,
     pub(crate) network: &'a VmNetwork,
     pub(crate) served: &'a ServedDisks,
+    pub(crate) prepared: PreparedDevices,
+}
+
+/// What is ready for a protection.
+pub(crate) struct PreparedDevices {
     /// Network cards whose output is not buffered.
     pub(crate) not_held: Vec<String>,
+    /// All disks.
+    pub(crate) disks: EpochDiskPlan,
+    /// The jobs that mirror some of them.
+    pub(crate) mirrors: Box<dyn MirrorJobs>,
 }
 
 /// The protection of a VM, if it is protected.
@@ -265,7 +281,7 @@ impl VmProtection {
         &self,
         (hypervisor_record, journal): (&HypervisorRecord, &Arc<JournalFile>),
         request: &ProtectRequest,
-        with: &ProtectedParts<'_>,
+        with: ProtectedParts<'_>,
         ending: &EndRequest,
         begun: &dyn Fn(),
         progress: &dyn Fn(OperationProgress),
@@ -286,17 +302,20 @@ impl VmProtection {
         &self,
         (hypervisor_record, journal): (&HypervisorRecord, &Arc<JournalFile>),
         request: &ProtectRequest,
-        with: &ProtectedParts<'_>,
+        with: ProtectedParts<'_>,
         ending: &EndRequest,
         (begun, progress): (&dyn Fn(), &dyn Fn(OperationProgress)),
         end: &Mutex<Option<ProtectionEnd>>,
     ) -> Result<(), ProtectionFailure> {
-        let ProtectedParts { hypervisor, network, served, .. } = *with;
+        let ProtectedParts { hypervisor, network, served, prepared } = with;
+        let PreparedDevices { not_held, disks: plan, mirrors } = prepared;
         let to = request.to.to_string();
-        let meta =
-            serde_json::to_value(&hypervisor_record.meta).while_doing("describing the VM")?;
+        let meta = plan.standby_meta(&hypervisor_record.meta);
+        let meta = serde_json::to_value(&meta).while_doing("describing the VM")?;
         // The VM is checked first: a VM that is refused leaves the backup waiting for another.
-        let guest = attach_guest(hypervisor_record, served, PauseRecorder(Arc::clone(journal)))?;
+        let disks = plan.epoch_disks(served);
+        let guest = attach_guest(hypervisor_record, disks, PauseRecorder(Arc::clone(journal)))?;
+        let guest = guest.with_mirrors(mirrors);
         let connected =
             request.to.connect().while_doing(format!("connecting to the backup at {to}"));
         let (guest, stream) = match connected {
@@ -307,16 +326,16 @@ impl VmProtection {
             }
         };
         let regions = guest.memory().region_map().clone();
-        let disks = served.disk_hellos()?;
+        let disks = plan.disk_hellos(served)?;
         let member = network.membership();
         let (version, leased) = (wire::VERSION, request.lease.is_some());
         let hello = PrimaryHello { version, regions, disks, leased, member, meta };
         let interval_ms = request.interval_ms;
-        let not_held = with.not_held.clone();
         let now = ProtectionStatus {
             to: to.clone(),
             interval_ms,
             not_held,
+            mirrored: plan.mirrored_names(),
             ..ProtectionStatus::default()
         };
         *self.lock_tally() = Some(ProtectionTally { now, ..ProtectionTally::default() });
@@ -390,7 +409,7 @@ impl PauseJournal for PauseRecorder {
 
 fn attach_guest(
     hypervisor_record: &HypervisorRecord,
-    served: &ServedDisks,
+    disks: EpochDisks,
     witness: PauseRecorder,
 ) -> Result<ProtectedGuest, Failure> {
     let mut vm = qemu::connect_monitor(hypervisor_record)?;
@@ -399,21 +418,17 @@ fn attach_guest(
     let layout =
         inspection::mapped_layout(&mut vm, hypervisor_record, is_running, &AtomicBool::new(false))?;
     let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
-    ProtectedGuest::attach(
-        vm,
-        memory.process,
-        memory.guest,
-        layout.aux,
-        served.epoch_disks(),
-        Box::new(witness),
-    )
-    .map_err(|error| primary_failure(&error.into()))
+    ProtectedGuest::attach(vm, memory.process, memory.guest, layout.aux, disks, Box::new(witness))
+        .map_err(|error| primary_failure(&error.into()))
 }
 
 fn primary_failure(error: &ProtectionError) -> Failure {
     let kind = match error {
         ProtectionError::Guest(
-            GuestError::Refused(_) | GuestError::PastPageCache | GuestError::Devices(_),
+            GuestError::Refused(_)
+            | GuestError::PastPageCache
+            | GuestError::Devices(_)
+            | GuestError::Mirror { .. },
         )
         | ProtectionError::Refused(_)
         | ProtectionError::Declined(_) => FailureKind::Refused,

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::devices::card_filters;
 use crate::devices::disk_copies::DiskPolicy;
 use crate::devices::disk_snapshots::DiskSnapshots;
+use crate::devices::mirrored_disks::EpochDiskPlan;
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::qemu::VmMemory;
 use crate::hypervisor::{inspection, qemu};
@@ -133,7 +134,8 @@ impl CheckedVm<'_> {
 
     fn check_protect(&self, vm: &mut QemuVm, memory: &VmMemory) -> Result<OperationLimit, Failure> {
         inspection::check_protectable(vm, self.hypervisor_record)?;
-        guest::check_protectable(vm, &memory.guest, &self.served.epoch_disks())
+        let disks = EpochDiskPlan::plan_drives(vm, self.hypervisor_record, self.served)?;
+        guest::check_protectable(vm, &memory.guest, &disks.epoch_disks(self.served))
             .map_err(|error| Failure::from_error(FailureKind::Refused, &error))?;
         let unfiltered = card_filters::predict_unfiltered(vm, self.hypervisor_record)?;
         let limit = format!("output is not buffered through {}", unfiltered.join(", "));

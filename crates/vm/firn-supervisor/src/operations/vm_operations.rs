@@ -22,6 +22,7 @@ use crate::devices::card_filters::FilterContext;
 use crate::devices::disk_copies::{self, DiskPolicy};
 use crate::devices::disk_layers::{self, LayerMerger};
 use crate::devices::disk_snapshots::{self, DiskSnapshots};
+use crate::devices::mirrored_disks::{self, DiskMirrors, EpochDiskPlan};
 use crate::devices::network::{CardStatus, OUTPUT_BLOCKED, VmNetwork};
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::qemu::{self, VmMemory};
@@ -31,7 +32,7 @@ use crate::operations::calls::CallService;
 use crate::operations::dirty_tracking::{self, DirtyTracking};
 use crate::operations::huge_page_repair::HugePageRepair;
 use crate::operations::protection::{
-    ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
+    PreparedDevices, ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
 use crate::operations::save_checks::{refuse_blocked, refuse_filtered_output, refuse_served_disks};
 use crate::operations::save_tries;
@@ -122,20 +123,23 @@ impl VmOperations for QemuOperations {
         self.enter_phase(VmPhase::Protecting { paused_by_us: false }, |journal| {
             (journal.protection_end, journal.hung) = (None, false);
         })?;
-        let (end, ended) = match self.add_filters(&hypervisor_record, request.lease) {
-            Ok(not_held) => {
+        let (end, ended) = match self.prepare_devices(&hypervisor_record, request.lease) {
+            Ok(prepared) => {
                 let context = ProtectedParts {
                     hypervisor: &self.hypervisor,
                     network: &self.network,
                     served: &self.served,
-                    not_held,
+                    prepared,
                 };
                 let records = (&hypervisor_record, &self.journal);
-                self.protecting.run_protection(records, request, &context, ending, begun, progress)
+                self.protecting.run_protection(records, request, context, ending, begun, progress)
             }
             Err(failure) => (None, Err(failure.into())),
         };
         let is_hung = ended.as_ref().is_err_and(|it| it.is_hung);
+        if !is_hung {
+            self.remove_mirrors_later();
+        }
         if ended.as_ref().is_err_and(|it| it.is_declined) && self.is_output_ungoverned() {
             // No other host can run the VM.
             self.network.release_output();
@@ -367,20 +371,38 @@ impl QemuOperations {
         self.journal.current_journal().lease.is_none() && !self.is_member()
     }
 
-    /// Adds filters to the network cards that are not Firn's own. Returns a text about each card that
-    /// can't have any.
-    fn add_filters(
+    /// Adds filters to the network cards that are not Firn's own, and connects QEMU to the targets
+    /// of mirrors for the disks that Firn does not serve.
+    fn prepare_devices(
         &self,
         hypervisor_record: &HypervisorRecord,
         lease: Option<u32>,
-    ) -> Result<Vec<String>, Failure> {
+    ) -> Result<PreparedDevices, Failure> {
         let mut qemu = qemu::connect_monitor(hypervisor_record)?;
-        // A VM that is refused keeps its cards as they are.
+        // A VM that is refused keeps its cards and disks as they are.
         inspection::check_protectable(&mut qemu, hypervisor_record)?;
+        let disks = EpochDiskPlan::plan_drives(&mut qemu, hypervisor_record, &self.served)?;
+        let pid = hypervisor_record.process.pid;
+        let mirrors = DiskMirrors::prepare(&mut qemu, pid, &self.journal, &disks)?;
         let context = self.filter_context(&mut qemu);
         let not_held = self.network.add_filters(context, hypervisor_record)?;
         self.network.set_lease(&self.vm.lease_file(), lease);
-        Ok(not_held)
+        Ok(PreparedDevices { not_held, disks, mirrors })
+    }
+
+    /// Removes mirrors that the end of a protection has left, because it could not be begun.
+    fn remove_mirrors_later(&self) {
+        let is_gone = || self.hypervisor.wait_gone(Duration::ZERO).unwrap_or(false);
+        if self.journal.current_journal().mirrors.is_empty() || is_gone() {
+            return;
+        }
+        let removed = self
+            .hypervisor_record()
+            .and_then(|it| qemu::connect_monitor(&it))
+            .and_then(|mut qemu| mirrored_disks::remove_left_mirrors(&mut qemu, &self.journal));
+        if let Err(failure) = removed {
+            tracing::warn!("{failure}");
+        }
     }
 
     /// Removes all filters. The output is open.

@@ -117,6 +117,9 @@ pub struct Journal {
     /// The filters that its network cards have, or are about to get.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub filters: Vec<CardFilter>,
+    /// The mirrors of its disks that its hypervisor has, or is about to get, by their names.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mirrors: Vec<String>,
     /// How its protection ended, if it was protected: the reason why its standby is or is not
     /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -336,6 +339,7 @@ impl Journal {
             shut: false,
             lease: None,
             filters: Vec::new(),
+            mirrors: Vec::new(),
             protection_end: None,
             domain: None,
             family: None,

@@ -12,6 +12,7 @@ use serde_json::json;
 use crate::daemon::event_loop;
 use crate::devices::disk_layers;
 use crate::devices::disk_snapshots;
+use crate::devices::mirrored_disks;
 use crate::devices::network::OUTPUT_BLOCKED;
 use crate::hypervisor::{qemu, restored_domain};
 use crate::operations::domain_restore;
@@ -264,6 +265,10 @@ impl RecoveryRun<'_> {
         let mut vm = qemu::connect_monitor(&hypervisor_record)?;
         let state = vm.status().while_doing("querying whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
+        // What can't be removed stays in the journal, for the next protection.
+        if let Err(failure) = mirrored_disks::remove_left_mirrors(&mut vm, &self.journal) {
+            tracing::warn!("{failure}");
+        }
         // The standby may run any epoch that it has, except the newest.
         let is_output_blocked =
             !hypervisor_record.cards.is_empty() || self.has_filter_in_force(&mut vm)?;

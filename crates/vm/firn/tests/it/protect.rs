@@ -283,19 +283,6 @@ fn a_standby_whose_supervisor_dies_is_gone() {
     eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "running");
 }
 
-#[test]
-fn a_vm_that_writes_to_a_disk_is_refused() {
-    let vm = Vm::boot_with_disks();
-    let mut standby = standby(&vm);
-    vm.session
-        .firn(&["protect", "web", "--to", &address(&vm)])
-        .fails(5, "its disk disk0, which Firn does not serve");
-    vm.is_well();
-    // Whoever connects there now is no primary: the standby is over.
-    drop(UnixStream::connect(vm.session.path("standby")).unwrap());
-    eventually("the standby's end", PATIENCE, || standby.try_wait().unwrap().is_some());
-}
-
 /// A socket whose listener reads nothing: the error names the backup, and the VM runs.
 #[test]
 fn a_backup_that_reads_nothing_is_named() {

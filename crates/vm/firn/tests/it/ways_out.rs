@@ -243,7 +243,7 @@ fn start_agent(vm: &Vm) -> Agent {
 /// Supervisor, guards, QEMU, agent and image, killed at random, during restores, saves and protection.
 #[test]
 fn two_commands_after_random_kills() {
-    // A VM with disks that Firn does not serve can't be protected.
+    // The standbys of a VM with disks would leave files.
     let (vm, without_disks) = (base(), Vm::with_base(false));
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let (runs, seed) = (number("FIRN_RUNS").unwrap_or(4), number("FIRN_SEED").unwrap_or(1));
