@@ -87,9 +87,9 @@ Environment:
                     /run/firn or $XDG_RUNTIME_DIR/firn
   FIRN_LOG          log level of supervisors: error, warn,
                     info (the default), debug, trace
-  FIRN_IDENTITY, FIRN_KEY_FILE, FIRN_KEY_COMMAND
-                    as --identity, --key-file, --key-command,
-                    to open sealed images";
+  FIRN_IDENTITY     as --identity
+  FIRN_KEY_FILE     as --key-file, but does not seal
+  FIRN_KEY_COMMAND  as --key-command, but does not seal";
 
 /// Checkpoint and restore running virtual machines.
 ///
