@@ -21,6 +21,11 @@ use crate::peer_monitor::read_boot_clock;
 /// Time between two ticks of the detector.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 
+/// How often the host of an agent that has closed its connection is probed, and how long after one
+/// another.
+const PROBES: u32 = 10;
+const PROBE_INTERVAL: Duration = Duration::from_millis(10);
+
 /// Maximum number of events that wait. Each peer has at most one open question.
 const EVENTS_MAX: usize = 64;
 
@@ -102,7 +107,7 @@ async fn wait_closed(link: &mut Option<PeerConnection>) {
 /// when its lease is over, unless an agent answers there again.
 async fn check_agent(agent: &Arc<Agent>, name: &HostName) {
     let Ok(address) = agent.peer_address(name) else { return };
-    if probe_agent(address).await != AgentProbe::Refuses {
+    if !is_refused(address).await {
         return;
     }
     agent.peers.record_agent_end(name);
@@ -114,6 +119,19 @@ async fn check_agent(agent: &Arc<Agent>, name: &HostName) {
         }
         agent.peers.clear_agent_end(&name);
     });
+}
+
+/// Whether the host at this address refuses connections. A process that ends may close its connections
+/// before the socket at which it listens.
+async fn is_refused(address: &str) -> bool {
+    for _ in 0..PROBES {
+        match probe_agent(address).await {
+            AgentProbe::Refuses => return true,
+            AgentProbe::Accepts => sleep(PROBE_INTERVAL).await,
+            AgentProbe::Unreachable => return false,
+        }
+    }
+    false
 }
 
 async fn ask_once(

@@ -13,7 +13,7 @@
 //! | `vm` | the hypervisor |
 //! | `stall` | nothing: all processes of the VM's host are stopped for a second |
 //!
-//! **What varies**: the kind (`--only KIND`), and the time of the fault.
+//! **What varies**: the kind (`--only KIND`), the host that the VM runs at, and the time of the fault.
 //!
 //! **What is held equal**: the image that the VM is restored from for each trial, the hosts, the
 //! client.
@@ -25,7 +25,7 @@
 //! - `undone_replies`: numbers that were received as the replies to two questions. Has to be zero.
 //! - `failovers.stall`: stalls after which another host ran the VM. Has to be zero.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
@@ -96,8 +96,9 @@ pub fn run(lab: &Lab) -> Result<Report> {
         for cause in &causes {
             let doing = || format!("{}, trial {number}", cause.name());
             let seed = mix(lab.extent.seed.wrapping_add(number as u64));
+            let host = number % HOSTS.len();
             let mut trial =
-                FailoverTrial::begin_trial(&mut site, &image, seed).with_context(doing)?;
+                FailoverTrial::begin_trial(&mut site, &image, host, seed).with_context(doing)?;
             let facts = trial.run_to_end(*cause).with_context(doing)?;
             lab.log_progress(&format!("{}: {facts}", doing()));
             report.add_repetition(facts);
@@ -128,30 +129,32 @@ fn prepare_image(lab: &Lab, site: &HostSite) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// A protected VM at the first host, and its client.
+/// A protected VM, and its client.
 struct FailoverTrial<'a> {
     site: &'a HostSite,
+    /// The VM's host.
+    host: usize,
     asker: OutsideAsker,
     seed: u64,
 }
 
 impl<'a> FailoverTrial<'a> {
-    fn begin_trial(site: &'a mut HostSite, image: &PathBuf, seed: u64) -> Result<Self> {
+    fn begin_trial(site: &'a mut HostSite, image: &Path, host: usize, seed: u64) -> Result<Self> {
         site.reboot_hosts()?;
-        let firn = site.host(0).firn();
+        let firn = site.host(host).firn();
         let image = image.to_string_lossy();
         firn.run_verb(
             "restore",
             &[&*image, "--name", VM, "--mode", "eager", "--no-learn", "--wait"],
         )?;
         let asker = OutsideAsker::start_asker(site, ADDRESS)?;
-        let protect = [VM, "--backup", HOSTS[1], "--interval", INTERVAL];
+        let protect = [VM, "--backup", HOSTS[(host + 1) % HOSTS.len()], "--interval", INTERVAL];
         wait_for("the VM is protected", TIMEOUT, || Ok(firn.run_verb("protect", &protect).ok()))?;
         wait_for("the record names a backup", TIMEOUT, || {
-            let record = site.host(0).cluster_record(VM);
+            let record = site.host(host).cluster_record(VM);
             Ok(record.filter(|it| it["vms"][0]["backup"].is_string()).map(drop))
         })?;
-        Ok(Self { site, asker, seed })
+        Ok(Self { site, host, asker, seed })
     }
 
     /// Injects the fault; returns the observations.
@@ -160,7 +163,7 @@ impl<'a> FailoverTrial<'a> {
         let leader = self.leader();
         self.asker.watch_reply();
         match cause {
-            FailoverCause::Host => self.site.host(0).kill_all()?,
+            FailoverCause::Host => self.site.host(self.host).kill_all()?,
             FailoverCause::Agent => self.signal("firn-agent", Signal::SIGKILL)?,
             FailoverCause::Vm => self.signal("qemu", Signal::SIGKILL)?,
             FailoverCause::Stall => return self.stall_host(),
@@ -169,7 +172,7 @@ impl<'a> FailoverTrial<'a> {
         thread::sleep(Duration::from_secs(1));
         let counts = self.asker.count_replies();
         Ok(json!({ "cause": cause.name(), "reply_s": reply.as_secs_f64(),
-            "undone": counts.undone, "was_leader": leader.as_deref() == Some(HOSTS[0]) }))
+            "undone": counts.undone, "was_leader": leader.as_deref() == Some(HOSTS[self.host]) }))
     }
 
     fn stall_host(&self) -> Result<Value> {
@@ -177,20 +180,20 @@ impl<'a> FailoverTrial<'a> {
         thread::sleep(STALL);
         self.signal("", Signal::SIGCONT)?;
         thread::sleep(STALL_WATCH);
-        let is_there = self.site.host(0).firn().status(VM)?["state"] == "protected";
+        let is_there = self.site.host(self.host).firn().status(VM)?["state"] == "protected";
         let reply = self.asker.time_to_reply().context("no reply after the stall")?;
         Ok(json!({ "cause": FailoverCause::Stall.name(), "reply_s": reply.as_secs_f64(),
             "undone": self.asker.count_replies().undone, "failed_over": !is_there }))
     }
 
     fn leader(&self) -> Option<String> {
-        let status = self.site.host(0).firn().run_verb("cluster", &["status"]).ok()?;
+        let status = self.site.host(self.host).firn().run_verb("cluster", &["status"]).ok()?;
         status.facts["leader"].as_str().map(str::to_owned)
     }
 
-    /// Sends a signal to the processes of the first host whose name begins so.
+    /// Sends a signal to the processes of the VM's host whose name begins so.
     fn signal(&self, name: &str, signal: Signal) -> Result<()> {
-        let processes = self.site.host(0).list_processes()?.into_iter();
+        let processes = self.site.host(self.host).list_processes()?.into_iter();
         let named: Vec<_> = processes.filter(|it| it.name.starts_with(name)).collect();
         if named.is_empty() {
             bail!("the host has no process {name}");
