@@ -191,8 +191,8 @@ mod tests {
         let text = fs::read_to_string(page).unwrap();
         for line in [
             "## vpc-move",
-            "| `ttr_s.auto` | 0.300 | 0.200 | 0.400 | 3.00 |",
-            "| `wait_ms.ep.p50` | 223 |  |  | 50.0 |",
+            "| `ttr_s.auto` | 0.300 | 0.200 | 0.400 | 3 |",
+            "| `wait_ms.ep.p50` | 223 |  |  | 50 |",
             "| `pause_ms.ep` | - |  |  |  |",
             "- `pause_ms.ep` is missing: no KVM here",
             "- a \\| b",

@@ -151,7 +151,7 @@ mod tests {
                 "vms": [{ "vm": "web", "primary": "b (2)" }] }],
         });
         let text = describe_membership(&serde_json::from_value(view).unwrap());
-        let wanted = "embedded: a, b, c\nleader: c\nlease: 5 s\n\n\
+        let wanted = "embedded: a, b, c\nleader: c\nlease: 5.00 s\n\n\
             CLUSTER  VM   PRIMARY  BACKUP  GENERATION\n\
             web      web  b (2)    -       1\n\n\
             web: leases: b (2); waits for a (1)\n";
