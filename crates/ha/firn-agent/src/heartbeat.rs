@@ -112,8 +112,9 @@ async fn check_agent(agent: &Arc<Agent>, name: &HostName) {
     }
     agent.peers.record_agent_end(name);
     let (agent, name, address) = (Arc::clone(agent), name.clone(), address.to_owned());
+    let (other, host) = (Arc::clone(&agent), name.clone());
+    tokio::spawn(async move { other.membership.replace_leader(&host).await });
     tokio::spawn(async move {
-        agent.membership.replace_leader(&name).await;
         while probe_agent(&address).await != AgentProbe::Accepts {
             sleep(TICK_INTERVAL).await;
         }

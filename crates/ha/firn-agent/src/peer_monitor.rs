@@ -123,6 +123,9 @@ impl PeerMonitor {
     pub(crate) fn record_answer(&self, name: &HostName, answer: &Result<(), Failure>) {
         let Some(peer) = self.peers.get(name) else { return };
         let mut trouble = peer.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        if answer.is_ok() {
+            peer.has_ended.store(false, Ordering::SeqCst);
+        }
         let now = answer.as_ref().err().map(ToString::to_string);
         if let Some(why) = now.as_ref().filter(|why| trouble.as_ref() != Some(why)) {
             tracing::warn!("host {name} does not answer: {why}");

@@ -71,23 +71,20 @@ impl Controllers<'_> {
         record.check_rules().map_err(|trouble| trouble.to_string())?;
         let controller = FailoverController::new(record.register.clone(), view.leases.clone());
         let next = controller.next_decision();
+        if let ControllerDecision::Lost(vm) = next {
+            // Its backup may only have stalled: what was pending before stays pending.
+            let name = record.vms.get(&vm).map_or("?", String::as_str);
+            return Err(format!(
+                "{vm} ({name}) cannot be recovered: its host is lost, and no other host has a copy that counts"
+            ));
+        }
         let kind = self.classify_change(&view, &record.register, &next);
         if !self.pending.is_change_due(cluster, kind, read_boot_clock()) {
             return Ok(false);
         }
-        match next {
-            ControllerDecision::Wait => Ok(false),
-            ControllerDecision::Propose(register) => {
-                let to = ClusterRecord { register, vms: record.vms.clone() };
-                propose_record(members, cluster, *revision, to).await
-            }
-            ControllerDecision::Lost(vm) => {
-                let name = record.vms.get(&vm).map_or("?", String::as_str);
-                Err(format!(
-                    "{vm} ({name}) cannot be recovered: its host is lost, and no other host has a copy that counts"
-                ))
-            }
-        }
+        let ControllerDecision::Propose(register) = next else { return Ok(false) };
+        let to = ClusterRecord { register, vms: record.vms.clone() };
+        propose_record(members, cluster, *revision, to).await
     }
 
     fn classify_change(
@@ -199,6 +196,7 @@ mod tests {
     use firn_cluster::failover::LeaseTerms;
 
     use super::*;
+    use crate::STALL_MAX;
 
     const S: Duration = Duration::from_secs(1);
 
@@ -237,7 +235,8 @@ mod tests {
 
     #[test]
     fn a_lease_that_is_longer_than_the_silence_is_enough() {
-        let mut pending = pending(3000, 1500);
-        assert!(pending.is_change_due(&web(), ChangeKind::UnexplainedFailover, 10 * S));
+        let (mut pending, failover) = (pending(3000, 1500), ChangeKind::UnexplainedFailover);
+        assert!(!pending.is_change_due(&web(), failover, 10 * S), "frames may be on the way");
+        assert!(pending.is_change_due(&web(), failover, 10 * S + STALL_MAX));
     }
 }

@@ -48,7 +48,7 @@ pub use embedded::EmbeddedStore;
 pub use etcd::EtcdStore;
 pub use membership_store::{MembershipFuture, MembershipStore};
 pub use record::{ClusterRecord, RECORD_BYTES_MAX};
-pub use timing::{AgentEvidence, FailoverTiming, NoEvidence};
+pub use timing::{AgentEvidence, FailoverTiming, NoEvidence, STALL_MAX};
 pub use types::{
     ChangeResult, ClusterName, LeaseResult, MembershipError, RecordView, Revision, VersionedRecord,
 };

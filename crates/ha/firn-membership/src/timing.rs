@@ -17,6 +17,11 @@ use std::time::Duration;
 
 use firn_cluster::failover::LeaseTerms;
 
+/// The longest stall that the agent of a host does not notice by itself. An agent that has stalled for
+/// longer drops the frames that its switch had received before: their lease may be over. One that has
+/// stalled for less may still transmit them, so no other host runs its VMs earlier.
+pub const STALL_MAX: Duration = Duration::from_millis(700);
+
 /// The shortest time that something may be missing until a host acts on it, where no client waits.
 const PATIENCE_MIN: Duration = Duration::from_secs(5);
 
@@ -34,7 +39,7 @@ impl FailoverTiming {
     /// How long the lease of a primary has to be over until its VMs fail over without evidence that
     /// it is lost.
     pub fn unexplained_delay(&self) -> Duration {
-        self.silence.saturating_sub(self.lease.ttl)
+        self.silence.saturating_sub(self.lease.ttl).max(STALL_MAX)
     }
 
     /// The time in which hosts find each other again after a loss: the base of deadlines, and of

@@ -107,10 +107,10 @@ pub struct RecordView {
     /// Hosts that may believe they hold a lease. No other host does, or will before the record has
     /// changed, except hosts that the record doesn't fence.
     pub leases: BTreeSet<HostId>,
-    /// Hosts that have given up their lease, and requested none since.
-    pub given_up: BTreeSet<HostId>,
     /// The names of hosts.
     pub names: BTreeMap<HostId, String>,
+    /// Hosts that have given up their lease, and requested none since.
+    pub given_up: BTreeSet<HostId>,
 }
 
 /// Why a request has failed.

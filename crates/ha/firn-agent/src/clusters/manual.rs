@@ -74,7 +74,7 @@ impl FailoverDeadlines {
     fn for_status(timing: &FailoverTiming, status: &VmStatus) -> Self {
         let now = Instant::now();
         let comes = status.standby.as_ref().is_some_and(|standby| standby.ended.is_none());
-        let lease = if comes { now } else { now + 2 * timing.lease.ttl };
+        let lease = if comes { now } else { now + timing.patience() };
         // Time for the fence, an election, and another lease.
         Self { lease, last: now + 10 * timing.patience() }
     }

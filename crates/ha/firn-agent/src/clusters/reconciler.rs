@@ -11,6 +11,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use firn_cluster::failover::reconcile::{
     ObservedCluster, ObservedVm, ReconcileAction, plan_action,
@@ -31,6 +32,10 @@ use super::release;
 use super::reprotect::Reprotection;
 use crate::agent::Agent;
 use crate::vms::LocalVms;
+
+/// How long an action is planned that gives up copies, until it is performed: the end of a hypervisor
+/// takes a moment to be known.
+const UNSURE_WAIT: Duration = Duration::from_secs(1);
 
 /// Starts the reconcile loop of a unit, unless it runs already or has failed before.
 pub(super) fn ensure_reconciler(
@@ -86,7 +91,9 @@ async fn run_reconciler(
     member: &ClusterMember,
 ) {
     let (before, again, unprotected) = Default::default();
-    let mut state = Reconciler { agent, node, unit, member, before, again, unprotected };
+    let planned_since = Instant::now();
+    let mut state =
+        Reconciler { agent, node, unit, member, before, planned_since, again, unprotected };
     loop {
         match state.reconcile_once().await {
             Ok(true) => {}
@@ -102,8 +109,9 @@ struct Reconciler<'a> {
     node: &'a LocalNode,
     unit: &'a FailoverUnit,
     member: &'a ClusterMember,
-    /// The action that was planned before.
+    /// The action that was planned before, and since when.
     before: ReconcileAction<VmName>,
+    planned_since: Instant,
     again: Reprotection,
     /// Since when the epochs of a VM that runs here are not sent.
     unprotected: Option<Instant>,
@@ -135,9 +143,12 @@ impl Reconciler<'_> {
         let action = plan_action(self.node.host, &mine, &record.register, &leases, &here);
         if action != self.before {
             tracing::info!("{unit}: {action:?}, for {here:?}");
+            self.planned_since = Instant::now();
         }
         let before = std::mem::replace(&mut self.before, action.clone());
-        if !action.is_sure(&before) {
+        let is_urgent = action.is_sure(&ReconcileAction::Nothing);
+        let is_settled = is_urgent || self.planned_since.elapsed() >= UNSURE_WAIT;
+        if !action.is_sure(&before) || !is_settled {
             return Ok(true);
         }
         if self.has_died(&action, &here) {

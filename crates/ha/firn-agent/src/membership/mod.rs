@@ -154,7 +154,11 @@ async fn begin_embedded(
         _ => None,
     };
     let names = servers.iter().map(ToString::to_string).collect();
-    Ok(MembershipBackend { members: Arc::new(EmbeddedStore::new(names, links)), options, server })
+    Ok(MembershipBackend {
+        members: Arc::new(EmbeddedStore::new(names, links, options.timing.lease.ttl)),
+        options,
+        server,
+    })
 }
 
 impl MembershipBackend {

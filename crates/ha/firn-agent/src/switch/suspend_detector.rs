@@ -12,11 +12,9 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::peer_monitor::read_boot_clock;
+use firn_membership::STALL_MAX;
 
-/// The longest gap between two reads of the clock in a running agent. It is shorter than the time
-/// that a host must be silent until a backup runs (`silence-ms`).
-const READ_GAP_MAX: Duration = Duration::from_millis(700);
+use crate::peer_monitor::read_boot_clock;
 
 /// Time between two reads of the clock.
 pub const CLOCK_READ_INTERVAL: Duration = Duration::from_millis(100);
@@ -38,7 +36,7 @@ impl SuspendDetector {
     fn count_suspends_at(&self, now: Duration) -> u64 {
         let now = now.as_millis() as u64;
         let before = self.last_read.fetch_max(now, Ordering::SeqCst);
-        if before != 0 && now.saturating_sub(before) > READ_GAP_MAX.as_millis() as u64 {
+        if before != 0 && now.saturating_sub(before) > STALL_MAX.as_millis() as u64 {
             self.suspends.fetch_add(1, Ordering::SeqCst);
         }
         self.suspends.load(Ordering::SeqCst)

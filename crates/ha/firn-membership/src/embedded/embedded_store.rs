@@ -18,20 +18,32 @@ use crate::{
 /// How long one server may take: for a change, longer than it takes by itself. For a request that
 /// may be sent to another server as well, no longer than a healthy server needs.
 const SINGLE_SERVER_WAIT: Duration = server::ANSWER_WAIT.saturating_add(Duration::from_millis(500));
-const ASK_WAIT: Duration = Duration::from_millis(1000);
+const ASK_WAIT_MIN: Duration = Duration::from_millis(300);
+const ASK_WAIT_MAX: Duration = Duration::from_millis(1500);
 
 /// The membership store by the servers in the agents.
 pub struct EmbeddedStore {
     wire: Arc<dyn MessageTransport>,
+    /// The duration of a lease, as this host counts it.
+    ttl: Duration,
     /// In the order in which they are asked: the last known leader first, a server that did not
     /// answer in time last.
     servers: Mutex<Vec<String>>,
 }
 
 impl EmbeddedStore {
-    /// A store that uses these servers.
-    pub fn new(servers: Vec<String>, wire: Arc<dyn MessageTransport>) -> Self {
-        Self { wire, servers: Mutex::new(servers) }
+    /// A store that uses these servers. Leases last as long as on the servers, or shorter.
+    pub fn new(servers: Vec<String>, wire: Arc<dyn MessageTransport>, ttl: Duration) -> Self {
+        Self { wire, ttl, servers: Mutex::new(servers) }
+    }
+
+    /// How long one server may take. A request for a lease has to reach another server before the
+    /// lease is over.
+    fn answer_wait(&self, is_sure: bool) -> Duration {
+        match is_sure {
+            true => SINGLE_SERVER_WAIT,
+            false => (self.ttl / 2).clamp(ASK_WAIT_MIN, ASK_WAIT_MAX),
+        }
     }
 
     /// Sends a request to the leader.
@@ -76,8 +88,7 @@ impl EmbeddedStore {
         message: Vec<u8>,
         is_sure: bool,
     ) -> Result<StoreResponse, MembershipError> {
-        let wait = if is_sure { SINGLE_SERVER_WAIT } else { ASK_WAIT };
-        match timeout(wait, self.wire.call_server(to, message)).await {
+        match timeout(self.answer_wait(is_sure), self.wire.call_server(to, message)).await {
             Ok(answer) => message::decode_message(&answer?)
                 .map_err(|error| MembershipError::Unknown(error.to_string())),
             Err(_) => Err(MembershipError::Unknown(format!("{to} does not answer"))),
@@ -160,7 +171,8 @@ impl MembershipStore for EmbeddedStore {
         host: HostId,
     ) -> MembershipFuture<'a, LeaseResult> {
         Box::pin(async move {
-            match self.ask_leader(StoreRequest::Lease(cluster.clone(), host)).await? {
+            let ttl_ms = u64::try_from(self.ttl.as_millis()).unwrap_or(u64::MAX);
+            match self.ask_leader(StoreRequest::Lease(cluster.clone(), host, ttl_ms)).await? {
                 StoreResponse::Leased(leased) => Ok(leased),
                 other => Err(unexpected_response(&other)),
             }

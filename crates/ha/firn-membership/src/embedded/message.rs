@@ -64,8 +64,9 @@ pub enum StoreRequest {
     Read(ClusterName),
     /// See `change_record`.
     Change(ClusterName, Revision, ClusterRecord),
-    /// See `request_lease`.
-    Lease(ClusterName, HostId),
+    /// See `request_lease`. The last part is the duration of the lease in milliseconds, as the host
+    /// counts it: a server that counts a shorter time grants none.
+    Lease(ClusterName, HostId, u64),
     /// See `read_view`.
     View(ClusterName),
     /// See `request_leadership`.

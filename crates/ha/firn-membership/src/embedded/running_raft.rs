@@ -96,12 +96,16 @@ impl RunningRaft {
         }
     }
 
-    /// Starts an election if that server leads, as far as this one knows. If the leader lives, no
-    /// server votes.
+    /// Starts an election if that server leads, as far as this one knows, once others may vote. A
+    /// leader that lives is replaced.
     pub async fn replace_leader(&self, server: u64) {
-        let leader = self.raft.metrics().borrow().current_leader;
-        if leader == Some(server) && server != self.me {
-            sleep(Duration::from_millis(ELECTION_MS_MAX)).await;
+        let leads = || self.raft.metrics().borrow().current_leader == Some(server);
+        if !leads() || server == self.me {
+            return;
+        }
+        sleep(Duration::from_millis(ELECTION_MS_MAX)).await;
+        // Another server may have been elected meanwhile: a second election would depose it.
+        if leads() {
             if let Err(error) = self.raft.trigger().elect().await {
                 tracing::debug!("no election: {error}");
             }

@@ -29,11 +29,15 @@ pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(3);
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 const REOPEN_DELAY: Duration = Duration::from_secs(2);
 
+/// Why a host gets no lease that it would hold for longer than the server counts.
+const LONGER_LEASE: &str = "lease-ms is longer on this host than on the leading server: it has to be the same on all hosts";
+
 /// A server of membership.
 pub struct RaftServer {
     me: String,
     directory: PathBuf,
     wire: Arc<dyn MessageTransport>,
+    terms: LeaseTerms,
     lease_table: Mutex<LeaseTable>,
     running: Mutex<Result<RunningRaft, MembershipError>>,
 }
@@ -82,6 +86,7 @@ impl RaftServer {
             me: me.to_owned(),
             directory: directory.to_owned(),
             wire,
+            terms,
             lease_table: Mutex::new(LeaseTable::new(terms)),
             running: Mutex::new(Ok(running)),
         });
@@ -188,7 +193,8 @@ impl RaftServer {
                     running.read_state(&leader, |state| state.record_of(&cluster))?,
                 ))
             }
-            StoreRequest::Lease(cluster, host) => {
+            StoreRequest::Lease(cluster, host, ttl_ms) => {
+                self.require(u128::from(ttl_ms) <= self.terms.ttl.as_millis(), LONGER_LEASE)?;
                 self.grant_lease(&running, from, &cluster, host).await
             }
             StoreRequest::LeaseGivenUp(cluster, host, generation) => {

@@ -194,7 +194,11 @@ pub async fn members(kind: Kind, addresses: Vec<String>) -> Arc<dyn MembershipSt
                 |(host, address): (&&str, &String)| (host.to_string(), format!("{address}:{RAFT}"));
             let addresses = HOSTS.iter().zip(&addresses).map(at).collect();
             let wire = Tcp { me: String::new(), addresses };
-            Arc::new(EmbeddedStore::new(HOSTS.map(str::to_owned).to_vec(), Arc::new(wire)))
+            Arc::new(EmbeddedStore::new(
+                HOSTS.map(str::to_owned).to_vec(),
+                Arc::new(wire),
+                TERMS.ttl,
+            ))
         }
         Kind::Etcd => {
             let at = |address: &String| format!("http://{address}:{CLIENTS}");

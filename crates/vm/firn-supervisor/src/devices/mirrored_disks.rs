@@ -174,8 +174,6 @@ impl DiskMirrors {
         journal: &Arc<JournalFile>,
         plan: &EpochDiskPlan,
     ) -> Result<Box<dyn MirrorJobs>, Failure> {
-        // Of a Firn that is gone with its journal.
-        remove_left_mirrors(vm, journal)?;
         if plan.mirrors.is_empty() {
             return Ok(Box::new(()));
         }

@@ -178,7 +178,10 @@ impl VmProtectionCallbacks<'_> {
     /// How the hypervisor ended, if it has. A hypervisor that closes its monitor is about to end.
     fn hypervisor_exit(&self, error: Option<&GuestError>) -> Option<ProcessExit> {
         let wait = match error {
-            Some(GuestError::Devices(_) | GuestError::PastPageCache) | None => Duration::ZERO,
+            Some(
+                GuestError::Devices(_) | GuestError::PastPageCache | GuestError::Mirror { .. },
+            )
+            | None => Duration::ZERO,
             Some(error) if error.is_hang() => Duration::ZERO,
             Some(_) => qemu::SHORT_WAIT,
         };

@@ -381,6 +381,9 @@ impl QemuOperations {
         let mut qemu = qemu::connect_monitor(hypervisor_record)?;
         // A VM that is refused keeps its cards and disks as they are.
         inspection::check_protectable(&mut qemu, hypervisor_record)?;
+        // A mirror that an earlier protection has left, or a Firn that is gone with its journal, would
+        // be a job that is in the way.
+        mirrored_disks::remove_left_mirrors(&mut qemu, &self.journal)?;
         let disks = EpochDiskPlan::plan_drives(&mut qemu, hypervisor_record, &self.served)?;
         let pid = hypervisor_record.process.pid;
         let mirrors = DiskMirrors::prepare(&mut qemu, pid, &self.journal, &disks)?;
