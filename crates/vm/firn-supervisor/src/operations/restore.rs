@@ -57,6 +57,7 @@ use crate::processes::programs;
 use crate::records::control_protocol::{OperationProgress, RestoreDisks};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
 use crate::records::family::FamilyRecord;
+use crate::records::image_ids::ImageIds;
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::{self, HostMismatch, ImageMeta};
 use crate::records::restored_domain::LibvirtTarget;
@@ -569,7 +570,7 @@ impl RestoreRun<'_> {
     fn restoring_phase(&self) -> VmPhase {
         VmPhase::Restoring {
             image: self.wanted.image.to_owned(),
-            identity: self.image.identity(),
+            ids: ImageIds::from_image(&self.image),
             mode: self.wanted.mode,
             started: false,
             must_stay_paused: must_stay_paused(&self.meta, self.wanted),

@@ -16,7 +16,8 @@ use std::os::unix::fs::FileExt;
 use firn_image::{Image, ImageKey, KEY_BYTES, key_ring};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
-use crate::records::failure::{Failure, FailureContext, image_failure};
+use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
+use crate::records::journal::{Journal, VmPhase};
 
 const MAGIC: [u8; 8] = *b"FIRNKEYS";
 
@@ -41,6 +42,21 @@ fn store_keys(keys: &[ImageKey]) -> io::Result<File> {
     let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
     fcntl_add_seals(&file, seals)?;
     Ok(file)
+}
+
+/// Adds keys that a user gives for the image that a VM is being restored from.
+pub(crate) fn use_given_keys(journal: &Journal, keys: &[ImageKey]) -> Result<(), Failure> {
+    if let VmPhase::Restoring { image, ids, .. } = &journal.phase {
+        if !ids.key_id.as_ref().is_some_and(|id| keys.iter().any(|key| key.id().to_string() == *id))
+        {
+            let path = image.display();
+            let text = format!("{path} is not the image it was when the restore began");
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.with_hint("put the sealed image back, which has another key"));
+        }
+    }
+    key_ring().add_keys(keys);
+    Ok(())
 }
 
 /// Adds the keys that are among these files to those of this process.
@@ -77,6 +93,36 @@ impl Read for KeyReader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::records::image_ids::ImageIds;
+    use crate::records::name::VmName;
+    use firn_restore::{ReadFailurePolicy, RestoreMode};
+
+    #[test]
+    fn only_the_key_of_the_restored_image_is_accepted() {
+        let (right, wrong) = (ImageKey::from_bytes([71; 32]), ImageKey::from_bytes([72; 32]));
+        let restoring = |key_id| {
+            let phase = VmPhase::Restoring {
+                image: "/web.firn".into(),
+                ids: ImageIds { identity: "1f".into(), key_id },
+                mode: RestoreMode::Lazy,
+                started: true,
+                must_stay_paused: false,
+                on_error: ReadFailurePolicy::Stop,
+                paused_by_us: false,
+            };
+            Journal { phase, ..Journal::new(VmName::new("web").unwrap(), None) }
+        };
+        let sealed = restoring(Some(right.id().to_string()));
+        for keys in [&[][..], std::slice::from_ref(&wrong)] {
+            let failure = use_given_keys(&sealed, keys).unwrap_err();
+            assert!(failure.to_string().contains("/web.firn"), "{failure}");
+        }
+        assert!(use_given_keys(&restoring(None), std::slice::from_ref(&right)).is_err());
+        assert!(!key_ring().known_keys().contains(&right));
+        // A chain has more keys.
+        use_given_keys(&sealed, &[wrong, right.clone()]).unwrap();
+        assert!(key_ring().known_keys().contains(&right));
+    }
 
     #[test]
     fn keys_are_found_among_other_files_and_stay_as_they_are() {

@@ -296,6 +296,34 @@ fn a_guest_whose_key_is_lost_waits_until_it_is_given_again() {
 }
 
 #[test]
+fn a_successor_accepts_no_other_image_in_place_of_its_own() {
+    let mut subject = Subject::run();
+    let (me, other) = (subject.make_identity("me"), subject.make_identity("other"));
+    subject.save("web.firn", &["--recipient", &me]);
+    subject.save("foreign.firn", &["--recipient", &other]);
+    subject.save("clear.firn", &[]);
+    subject.stop("web");
+    let filling = begin_lazy_restore(&mut subject);
+    let session = &subject.session;
+    let rename = |from, to| std::fs::rename(session.path(from), session.path(to)).unwrap();
+    rename("web.firn", "mine.firn");
+    rename("foreign.firn", "web.firn");
+    let [supervisor, guard, watcher] = processes(&subject);
+    signal(supervisor, Signal::STOP);
+    [guard, watcher, supervisor].into_iter().for_each(kill);
+    let _ = std::fs::remove_file(&filling);
+    const OTHER: &str = "is not the image it was when the restore began";
+    eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 1);
+    session.firn(&["unlock", "web", "--identity", "other.age"]).fails(5, OTHER);
+    rename("clear.firn", "web.firn");
+    session.firn(&["unlock", "web", "--identity", "me.age"]).fails(5, OTHER);
+    rename("mine.firn", "web.firn");
+    session.firn(&["unlock", "web", "--identity", "me.age"]).succeeds();
+    session.firn(&["status", "web", "--watch"]).succeeds();
+    subject.is_exact("web");
+}
+
+#[test]
 fn clones_share_the_memory_of_a_sealed_image() {
     let subject = Subject::run();
     let me = subject.make_identity("me");
