@@ -14,7 +14,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 
 use firn_image::{Image, ImageKey, KEY_BYTES, key_ring};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 
 use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
 use crate::records::journal::{Journal, VmPhase};
@@ -23,6 +23,10 @@ const MAGIC: [u8; 8] = *b"FIRNKEYS";
 
 /// The maximum number of keys: a chain has no more files.
 const KEYS_MAX: usize = firn_image::CHAIN_MAX;
+
+/// The seals of the file with the keys: nothing can change it.
+const SEALS: SealFlags =
+    SealFlags::WRITE.union(SealFlags::GROW).union(SealFlags::SHRINK).union(SealFlags::SEAL);
 
 /// What the guards keep: the open files of an image, and its keys, if it is sealed.
 pub(crate) fn files_to_keep(image: &Image) -> Result<Vec<File>, Failure> {
@@ -39,8 +43,7 @@ fn store_keys(keys: &[ImageKey]) -> io::Result<File> {
     let mut file = File::from(memfd_create("firn-keys", flags)?);
     file.write_all(&MAGIC)?;
     keys.iter().try_for_each(|key| file.write_all(key.expose_bytes()))?;
-    let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
-    fcntl_add_seals(&file, seals)?;
+    fcntl_add_seals(&file, SEALS)?;
     Ok(file)
 }
 
@@ -64,8 +67,12 @@ pub(crate) fn use_keys(files: &[File]) {
     files.iter().filter_map(read_keys).for_each(|keys| key_ring().add_keys(&keys));
 }
 
-/// The keys in a file; `None` if it is another file.
+/// The keys in a file; `None` if it is another file. Nothing is read of a file of an image: its
+/// storage may not answer, and then the successor would wait here, before it serves the VM.
 fn read_keys(file: &File) -> Option<Vec<ImageKey>> {
+    if !is_sealed_memory(file) {
+        return None;
+    }
     let mut magic = [0; MAGIC.len()];
     file.read_exact_at(&mut magic, 0).ok().filter(|()| magic == MAGIC)?;
     let mut reader = KeyReader { file, offset: MAGIC.len() as u64 };
@@ -74,6 +81,12 @@ fn read_keys(file: &File) -> Option<Vec<ImageKey>> {
         reader.read_exact(&mut key).ok().map(|()| ImageKey::from_bytes(key))
     };
     Some(std::iter::from_fn(|| next(&mut reader)).take(KEYS_MAX).collect())
+}
+
+/// Whether a file is in memory, and can't be changed any more. A file in a file system has no such
+/// seals; in a tmpfs it has `F_SEAL_SEAL` alone.
+fn is_sealed_memory(file: &File) -> bool {
+    fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
 }
 
 /// Reads a file by offsets: its position is shared by all processes that have it.
@@ -135,5 +148,28 @@ mod tests {
         other.write_all(b"\x89FIRN and more").unwrap();
         assert_eq!(read_keys(&other), None);
         assert_eq!(read_keys(&tempfile::tempfile().unwrap()), None);
+    }
+
+    /// Files with the right bytes, on a disk, in a tmpfs and in memory that can be changed: a file
+    /// that is not looked at is not read either.
+    #[test]
+    fn only_sealed_memory_is_read() {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend([7; KEY_BYTES]);
+        let open = |it: std::io::Result<File>| {
+            let mut file = it.unwrap();
+            file.write_all(&bytes).unwrap();
+            file
+        };
+        let unsealed = memfd_create("firn-keys", MemfdFlags::CLOEXEC).map(File::from);
+        for file in [
+            open(tempfile::tempfile()),
+            open(tempfile::tempfile_in("/dev/shm")),
+            open(unsealed.map_err(io::Error::from)),
+        ] {
+            assert!(!is_sealed_memory(&file));
+            assert_eq!(read_keys(&file), None);
+        }
+        assert!(is_sealed_memory(&store_keys(&[]).unwrap()));
     }
 }
