@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_image::{AuxBlock, Image};
+use firn_image::{AuxBlock, Image, ImageKey};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
     BackgroundFill, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy,
@@ -71,6 +71,8 @@ const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfau
 /// The choices of `firn restore`.
 pub(crate) struct RestoreChoices<'a> {
     pub(crate) image: &'a Path,
+    /// Its keys and those of the images it builds on, if the command found it sealed.
+    pub(crate) keys: &'a [ImageKey],
     pub(crate) mode: RestoreMode,
     /// What happens to the VM when its memory can't be read.
     pub(crate) on_error: ReadFailurePolicy,
@@ -153,6 +155,7 @@ pub(crate) fn restore_vm(
     let mut watch = PhaseTimer { since, lap: Instant::now() };
     let mut timings = RestoreTimings::default();
     let (image, meta) = open_image(wanted.image)?;
+    ImageIds::from_image(&image).check_keys(wanted.image, wanted.keys)?;
     let origin = image_origin::check_origin(&image, &meta, &wanted.trust_choices())?;
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;

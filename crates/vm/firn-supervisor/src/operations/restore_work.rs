@@ -139,7 +139,7 @@ impl InheritedRestore {
         let record = self.journal.current_journal().family;
         let record = record.filter(|_| faults.memory().has_template());
         let map = &self.hypervisor_record.map;
-        let joined = record.map(|it| FamilyLink::connect(&it, map, &self.ids.identity));
+        let joined = record.map(|it| FamilyLink::connect(&it, map, &self.ids));
         let family = joined.transpose().unwrap_or_else(|failure| {
             tracing::warn!("{failure}: the VM's memory is loaded without the template");
             None
