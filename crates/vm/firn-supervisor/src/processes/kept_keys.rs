@@ -53,9 +53,14 @@ pub(crate) fn use_given_keys(journal: &Journal, keys: &[ImageKey]) -> Result<(),
         if !ids.key_id.as_ref().is_some_and(|id| keys.iter().any(|key| key.id().to_string() == *id))
         {
             let path = image.display();
-            let text = format!("{path} is not the image it was when the restore began");
-            let failure = Failure::new(FailureKind::Refused, text);
-            return Err(failure.with_hint("put the sealed image back, which has another key"));
+            let refused = |text| Failure::new(FailureKind::Refused, text);
+            return Err(match ids.key_id {
+                Some(_) => {
+                    refused(format!("{path} is not the image it was when the restore began"))
+                        .with_hint("put the sealed image back, which has another key")
+                }
+                None => refused(format!("the VM needs no key: its image {path} was not sealed")),
+            });
         }
     }
     key_ring().add_keys(keys);

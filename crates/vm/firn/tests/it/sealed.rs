@@ -289,6 +289,11 @@ fn a_guest_whose_key_is_lost_waits_until_it_is_given_again() {
             || status["waiting"]["error"].as_str().is_some_and(|it| it.contains(LOCKED))
     });
     session.firn(&["unlock", "web"]).fails(5, LOCKED);
+    std::fs::rename(session.path("web.firn"), session.path("away.firn")).unwrap();
+    let missing = session.firn(&["unlock", "web", "--identity", "me.age"]);
+    assert!(missing.code != 0 && missing.err.contains("web.firn"), "{}", missing.err);
+    assert_eq!(missing.out, "");
+    std::fs::rename(session.path("away.firn"), session.path("web.firn")).unwrap();
     session.firn(&["unlock", "web", "--identity", "me.age"]).succeeds();
     session.firn(&["status", "web", "--watch"]).succeeds();
     subject.is_exact("web");
