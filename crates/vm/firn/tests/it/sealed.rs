@@ -142,6 +142,18 @@ fn only_its_recipient_restores_a_sealed_image_and_no_file_has_its_memory() {
 }
 
 #[test]
+fn no_copy_of_ram_is_in_clear_beside_a_sealed_image() {
+    let subject = Subject::run();
+    let me = subject.make_identity("me");
+    let session = &subject.session;
+    let save =
+        ["checkpoint", "web", "-o", "web.firn", "--recipient", &me, "--reference", "web.ram"];
+    session.firn(&save).fails(2, "is not encrypted");
+    subject.shows_nothing();
+    assert!(!session.path("web.firn").exists());
+}
+
+#[test]
 fn a_key_file_or_a_command_seals_and_opens() {
     let subject = Subject::run();
     let session = &subject.session;
