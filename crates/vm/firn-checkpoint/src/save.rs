@@ -34,7 +34,7 @@ use crate::lane::LaneAttributor;
 use crate::options::{SaveOptions, SaveStrategy};
 use crate::order::{self, SweepOrder, ThrottledReader};
 use crate::pipeline::{ImagePipeline, PipelineIntake, PipelineLimits};
-use crate::pre_copy::{PreCopy, is_stored_in_parent};
+use crate::pre_copy::{PreCopy, TrackedImage, is_stored_in_parent};
 use crate::report::{SaveProgress, SaveReport, to_ms};
 use crate::spaces;
 use crate::stop_and_copy::StopCopy;
@@ -73,7 +73,7 @@ pub fn save_vm(
     drop(intake);
     let report = finish_image(context, pipeline.finish_image(), copied, describe);
     if let (Ok(_), Some(tracker)) = (&report, &mut context.tracker) {
-        tracker.accept_image(identity);
+        tracker.accept_image(TrackedImage::new(identity, context.seal));
     }
     Ok(SaveReport { total_ms: to_ms(started.elapsed()), ..report? })
 }

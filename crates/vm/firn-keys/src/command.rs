@@ -22,6 +22,9 @@ const OUTPUT_CHARS_MAX: usize = 400;
 /// The characters of the command that an image shows.
 const NAME_CHARS_MAX: usize = 100;
 
+/// The name of a command whose program is not shown.
+const UNNAMED: &str = "(unnamed)";
+
 /// A command of the user that wraps and unwraps keys.
 #[derive(Clone, Debug)]
 pub struct KeyCommand {
@@ -40,9 +43,7 @@ impl KeyCommand {
         if wrapped.is_empty() || wrapped.len() > WRAPPED_BYTES_MAX {
             return Err(self.output_error("wrap", wrapped.len(), "1 to 8192"));
         }
-        // Its first word: the others may name what the image need not.
-        let program = self.command.split_whitespace().next().unwrap_or_default();
-        let name = program.chars().take(NAME_CHARS_MAX).collect();
+        let name = program_name(&self.command).chars().take(NAME_CHARS_MAX).collect();
         Ok(WrappedKey { method: WrapMethod::Command, name, bytes: wrapped.to_vec() })
     }
 
@@ -94,6 +95,18 @@ impl KeyCommand {
     }
 }
 
+/// The file name of a command's program, which anybody can read in the image. Everything else may be
+/// secret: directories, arguments, and variables that are set before the program (`TOKEN=...`). Of a
+/// command that needs a shell to know its program, nothing is shown.
+fn program_name(command: &str) -> &str {
+    let is_plain =
+        |word: &str| !word.contains(['\'', '"', '\\', '$', '`', ';', '&', '|', '<', '>', '(']);
+    let mut words =
+        command.split_whitespace().skip_while(|word| is_plain(word) && word.contains('='));
+    let program = words.next().filter(|word| is_plain(word));
+    program.and_then(|word| word.rsplit('/').next()).filter(|it| !it.is_empty()).unwrap_or(UNNAMED)
+}
+
 /// The end of what a command wrote to standard error, for an error.
 fn describe_output(text: &str) -> String {
     let text = text.trim();
@@ -123,10 +136,31 @@ mod tests {
         let key = ImageKey::random().unwrap();
         let wrapped = KeyCommand::new(SWAP).wrap(&key).unwrap();
         assert_eq!(wrapped.bytes.len(), 64);
-        assert_eq!(wrapped.name, "f()");
+        assert_eq!(wrapped.name, UNNAMED);
         let opened = KeyCommand::new(SWAP_BACK).unwrap_key(std::slice::from_ref(&wrapped));
         assert_eq!(opened, Ok(Some(key)));
         assert_eq!(KeyCommand::new(SWAP_BACK).unwrap_key(&[]), Ok(None));
+    }
+
+    #[test]
+    fn an_image_shows_the_program_of_a_command_and_no_secret() {
+        for (command, name) in [
+            ("vault", "vault"),
+            ("/opt/secret-project/kms --token s3cret", "kms"),
+            ("VAULT_TOKEN=s3cret vault", "vault"),
+            ("A=s3cret B=s3cret/x ./kms --key=s3cret", "kms"),
+            // The shell sees one assignment, a split at blanks sees more words.
+            ("TOKEN='s3cret s3cret' kms", UNNAMED),
+            ("TOKEN=s3cret\\ s3cret kms", UNNAMED),
+            ("TOKEN=$(cat s3cret) kms", UNNAMED),
+            ("\"/opt/s3cret dir/kms\"", UNNAMED),
+            ("TOKEN=s3cret;kms", UNNAMED),
+            ("kms</s3cret", UNNAMED),
+            ("TOKEN=s3cret", UNNAMED),
+            ("", UNNAMED),
+        ] {
+            assert_eq!(program_name(command), name, "{command}");
+        }
     }
 
     #[test]

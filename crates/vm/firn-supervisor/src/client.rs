@@ -219,7 +219,10 @@ pub fn send_request(
             SupervisorRequest::Detach if !is_detached(&vm)? => {}
             SupervisorRequest::Detach => return Ok(serde_json::Value::Null),
             SupervisorRequest::Stop(stop) => return result_after_stop(base, &vm, stop.discard),
-            SupervisorRequest::Checkpoint(_) | SupervisorRequest::Suspend(_) => {
+            SupervisorRequest::Checkpoint(_)
+            | SupervisorRequest::Suspend(_)
+            | SupervisorRequest::SealedCheckpoint(_)
+            | SupervisorRequest::SealedSuspend(_) => {
                 if let Some(result) = result_after_save(base, &vm, before.as_ref()) {
                     return result;
                 }

@@ -307,7 +307,7 @@ impl CheckpointArgs {
         if let Some(interval) = self.every {
             return self.periodic_checkpoints(request, interval).run(&base, &self.image.seal, out);
         }
-        let facts = request_save(&base, &self.name, &SupervisorRequest::Checkpoint(request))
+        let facts = request_save(&base, &self.name, &SupervisorRequest::for_checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
         out.print_facts(&facts, || describe_checkpoint(&facts))
     }

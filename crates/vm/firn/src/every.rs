@@ -77,7 +77,7 @@ impl PeriodicCheckpoints {
             request.choices.seal = seal.make_seal()?;
         }
         request.keys = request.choices.parent.as_deref().map_or(Ok(Vec::new()), keys_of)?;
-        let facts = request_save(base, &self.name, &SupervisorRequest::Checkpoint(request))
+        let facts = request_save(base, &self.name, &SupervisorRequest::for_checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
         out.print_line(&facts, || describe_checkpoint(&facts))?;
         members.push(number);

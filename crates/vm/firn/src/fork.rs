@@ -97,7 +97,7 @@ impl ForkArgs {
             keys: Vec::new(),
             cancel_with_client: false,
         };
-        let saved = request_save(base, &self.name, &SupervisorRequest::Checkpoint(request))?;
+        let saved = request_save(base, &self.name, &SupervisorRequest::for_checkpoint(request))?;
         let make_plan = |overrides: CommandOverrides, family| {
             clone_plan(&image, disk_dir.clone(), overrides, family)
         };

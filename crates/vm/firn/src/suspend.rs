@@ -29,7 +29,7 @@ impl SuspendArgs {
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let request = SupervisorRequest::Suspend(self.image.save_request()?);
+        let request = SupervisorRequest::for_suspend(self.image.save_request()?);
         let command = overlays::request_restart_command(&base, &self.name);
         let mut facts = request_save(&base, &self.name, &request)
             .map_err(|failure| failure.while_doing(format!("can't suspend {}", self.name)))?;

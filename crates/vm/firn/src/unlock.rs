@@ -1,12 +1,13 @@
 //! `firn unlock`
 
 use clap::Args as ClapArgs;
+use firn_image::unlock_chain;
 use firn_supervisor::{
     Failure, FailureKind, SupervisorRequest, VmName, query_status, send_request,
 };
 use serde_json::json;
 
-use crate::keys::keys_of;
+use crate::image::open::open_failure;
 use crate::output::FactPrinter;
 
 /// Give a VM the key of the sealed image that it is being restored from.
@@ -31,7 +32,7 @@ impl UnlockArgs {
             let text = format!("{} is not being restored from an image", self.name);
             Failure::new(FailureKind::Refused, text)
         })?;
-        let keys = keys_of(&image)?;
+        let keys = unlock_chain(&image).map_err(|error| open_failure(&image, &error))?;
         let count = keys.len();
         let request = SupervisorRequest::AddKeys { keys };
         send_request(&base, &self.name, &request, &mut |_| ())

@@ -11,7 +11,7 @@ use firn_memory::{GuestMemory, MemoryError, RamUser};
 use firn_types::{Block, BlockSize, GuestPhys, Page};
 
 use super::rounds::{CopyRounds, RoundStep};
-use super::tracker::WriteTracker;
+use super::tracker::{TrackedImage, WriteTracker};
 use crate::bandwidth_limit::BandwidthLimit;
 use crate::context::{CopiedMemory, SaveContext};
 use crate::cut::{CutState, PreparedPause};
@@ -181,7 +181,8 @@ impl PreCopy<'_, '_> {
         tracker: &mut WriteTracker,
     ) -> Result<(Vec<Block>, Vec<GuestPhys>), SaveError> {
         let parent = self.context.parent.clone();
-        match parent.filter(|parent| tracker.tracks_since(&parent.identity())) {
+        let tracked = |parent: &Arc<Image>| TrackedImage::new(parent.identity(), parent.seal());
+        match parent.filter(|parent| tracker.tracks_since(&tracked(parent))) {
             Some(_) => Ok((self.blocks_of(&tracker.written_since_image()?), Vec::new())),
             None => {
                 // Pages written before are copied now, and pages written from now on are reported.

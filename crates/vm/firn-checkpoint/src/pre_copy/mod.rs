@@ -38,4 +38,5 @@ mod rounds;
 mod tracker;
 
 pub(crate) use copy::{PreCopy, is_stored_in_parent};
+pub(crate) use tracker::TrackedImage;
 pub use tracker::WriteTracker;

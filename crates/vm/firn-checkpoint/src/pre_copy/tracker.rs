@@ -7,6 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use firn_image::{ImageSeal, KeyId};
 use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, merge_runs};
 use firn_types::{Page, ThreadId};
 
@@ -16,6 +17,21 @@ use super::holes::HoleTracker;
 const RUNS_MAX: usize = 1 << 14;
 /// Pages between two pages that are polled together.
 const GAP_PAGES: u32 = 64;
+
+/// An image from whose cut on writes are tracked. Any user can write an image with its identity,
+/// but only a process that has its key can write a sealed one with the same key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TrackedImage {
+    identity: String,
+    key: Option<KeyId>,
+}
+
+impl TrackedImage {
+    /// The image with this identity, which is sealed by this seal, if it is sealed.
+    pub(crate) fn new(identity: String, seal: Option<&ImageSeal>) -> Self {
+        Self { identity, key: seal.map(|seal| seal.key.id()) }
+    }
+}
 
 /// Tracks writes to all of a guest's RAM, for as long as it exists.
 ///
@@ -29,7 +45,7 @@ pub struct WriteTracker {
     process: Arc<Process>,
     vcpus: Vec<ThreadId>,
     /// The image from whose cut on writes are tracked.
-    since: Option<String>,
+    since: Option<TrackedImage>,
     /// Pages written since then that the kernel has reported already.
     reported: Vec<Range<Page>>,
     /// The number of runs in `reported` that were reported before the cut of the running save.
@@ -105,9 +121,9 @@ impl WriteTracker {
             })
     }
 
-    /// Whether it has all writes since the cut of an image, by the image's identity.
-    pub fn tracks_since(&self, identity: &str) -> bool {
-        self.since.as_deref() == Some(identity)
+    /// Whether it has all writes since the cut of an image.
+    pub(crate) fn tracks_since(&self, image: &TrackedImage) -> bool {
+        self.since.as_ref() == Some(image)
     }
 
     /// All pages written since the image in `since`, in order.
@@ -155,10 +171,10 @@ impl WriteTracker {
     }
 
     /// The image of the last cut is complete.
-    pub(crate) fn accept_image(&mut self, identity: String) {
+    pub(crate) fn accept_image(&mut self, image: TrackedImage) {
         self.reported.drain(..self.cut);
         self.cut = 0;
-        self.since = Some(identity);
+        self.since = Some(image);
     }
 
     /// Detaches from the hypervisor: nothing is left there.
@@ -196,6 +212,17 @@ fn seize_hypervisor<'p>(process: &'p Process, vcpus: &[ThreadId]) -> Result<Trac
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_with_another_key_is_another_image() {
+        let seal =
+            |key| ImageSeal { key: firn_image::ImageKey::from_bytes([key; 32]), wraps: Vec::new() };
+        let image = |seal: Option<&ImageSeal>| TrackedImage::new("1f".into(), seal);
+        assert_eq!(image(Some(&seal(1))), image(Some(&seal(1))));
+        assert_ne!(image(Some(&seal(1))), image(Some(&seal(2))));
+        assert_ne!(image(Some(&seal(1))), image(None));
+        assert_ne!(image(None), TrackedImage::new("2e".into(), None));
+    }
 
     #[test]
     fn neighbours_are_asked_for_together() {

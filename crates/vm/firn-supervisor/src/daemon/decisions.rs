@@ -333,6 +333,14 @@ impl SupervisorCore {
             }
             SupervisorRequest::Checkpoint(request) => self.begin_save(client, request, false),
             SupervisorRequest::Suspend(request) => self.begin_save(client, request, true),
+            SupervisorRequest::SealedCheckpoint(save) | SupervisorRequest::SealedSuspend(save)
+                if save.choices.seal.is_none() =>
+            {
+                let text = "the request for a sealed image has no key";
+                vec![failure_reply(client, Failure::new(FailureKind::Usage, text))]
+            }
+            SupervisorRequest::SealedCheckpoint(save) => self.begin_save(client, save, false),
+            SupervisorRequest::SealedSuspend(save) => self.begin_save(client, save, true),
             SupervisorRequest::MergeDisks => self.begin_merge(client, false),
             SupervisorRequest::CommitDisks => self.begin_merge(client, true),
             SupervisorRequest::Stop(request) => self.stop_vm(client, request),

@@ -43,6 +43,24 @@ fn fail() -> Failure {
 }
 
 #[test]
+fn a_request_for_a_sealed_image_has_a_key() {
+    for (make, ends) in [
+        (SupervisorRequest::SealedCheckpoint as fn(SaveRequest) -> SupervisorRequest, false),
+        (SupervisorRequest::SealedSuspend, true),
+    ] {
+        let mut core = SupervisorCore::new(false);
+        let refused = core.handle_event(SupervisorEvent::Request(A, make(request(false))));
+        assert_eq!(kinds(&refused), [Some(FailureKind::Usage)]);
+        assert!(core.is_idle());
+        let mut sealed = request(false);
+        let key = firn_image::ImageKey::from_bytes([7; 32]);
+        sealed.choices.seal = Some(firn_image::ImageSeal { key, wraps: Vec::new() });
+        let begun = core.handle_event(SupervisorEvent::Request(A, make(sealed.clone())));
+        assert_eq!(begun, [SupervisorAction::BeginSave { request: sealed, then_stop: ends }]);
+    }
+}
+
+#[test]
 fn a_vm_whose_disks_are_served_is_not_left() {
     let mut core = SupervisorCore::new(false).with_served_disks(true);
     let actions = core.handle_event(SupervisorEvent::Request(A, SupervisorRequest::Detach));

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use firn_epochs::primary::EndRequest;
-use firn_image::key_ring;
 
 use crate::daemon::control_server::{self, ClientConnections};
 use crate::daemon::decisions::{ClientId, SupervisorAction, SupervisorCore, SupervisorEvent};
@@ -32,6 +31,7 @@ use crate::operations::restore_task::RestoreTask;
 use crate::operations::standby::StandbyControl;
 use crate::processes::descriptors;
 use crate::processes::identity::ProcessHandle;
+use crate::processes::kept_keys;
 use crate::processes::lock::{self, ProcessRole};
 use crate::processes::restarts::RestartBackoff;
 use crate::processes::runtime::{RuntimeDir, VmDir};
@@ -251,9 +251,9 @@ impl EventLoop {
                 self.answer_on_thread(client, |operations| operations.resume_after_cut())?;
             }
             SupervisorAction::AddKeys { client, keys } => {
-                key_ring().add_keys(&keys);
-                let facts = serde_json::Value::Null;
-                self.clients.send_reply(client, &SupervisorReply::Done { facts });
+                let used = kept_keys::use_given_keys(&self.keeper.journal.current_journal(), &keys);
+                let done = |()| SupervisorReply::Done { facts: serde_json::Value::Null };
+                self.clients.send_reply(client, &used.map_or_else(SupervisorReply::Failed, done));
             }
             SupervisorAction::CommandLine(client) => {
                 self.answer_on_thread(client, |operations| operations.command_line())?;

@@ -182,6 +182,7 @@ impl NewSupervisor {
                 key_ring().add_keys(keys);
                 let choices = RestoreChoices {
                     image,
+                    keys,
                     mode,
                     on_error,
                     force,

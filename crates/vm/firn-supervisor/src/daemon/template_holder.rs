@@ -39,6 +39,7 @@ use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::family::{
     FamilyRecord, TemplateDescription, TemplatePlan, description_file, holder_socket,
 };
+use crate::records::image_ids::ImageIds;
 
 /// The regions that one message with descriptors can carry, beside the holder's memory and the bits
 /// of filled pages.
@@ -94,6 +95,8 @@ impl TemplateHolder {
         const CREATING: &str = "making the template of the family";
         key_ring().add_keys(&plan.keys);
         let (image, _) = restore::open_image(&plan.image)?;
+        let ids = ImageIds::from_image(&image);
+        ids.check_keys(&plan.image, &plan.keys)?;
         let map = image.regions();
         if map.regions().len() > REGIONS_MAX {
             let text = format!("the VM has more than {REGIONS_MAX} regions of RAM");
@@ -114,7 +117,7 @@ impl TemplateHolder {
             also_expected: learned.unwrap_or_default(),
             ..RestoreOptions::new(RestoreMode::Auto)
         };
-        let description = TemplateDescription { identity: image.identity(), addresses };
+        let description = TemplateDescription { ids, addresses };
         let (directory, listener) =
             create_directory(&plan.families, &description).while_doing(CREATING)?;
         let id = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();

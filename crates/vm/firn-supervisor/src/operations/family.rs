@@ -21,6 +21,7 @@ use firn_types::{RegionMap, ThreadId};
 use crate::processes::descriptors;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::family::{FamilyRecord, TemplateDescription};
+use crate::records::image_ids::ImageIds;
 use crate::records::journal::JournalFile;
 
 /// The maximum size of a template's description.
@@ -40,19 +41,19 @@ pub(crate) struct FamilyLink {
 }
 
 impl FamilyLink {
-    /// Gets the template of a family from its holder. `map` has the regions of the image with this
-    /// identity.
+    /// Gets the template of a family from its holder. `map` has the regions of the image with these
+    /// numbers.
     pub(crate) fn connect(
         record: &FamilyRecord,
         map: &RegionMap,
-        identity: &str,
+        ids: &ImageIds,
     ) -> Result<Self, Failure> {
         let text = firn_files::read_text(&record.description_file(), DESCRIPTION_BYTES_MAX)
             .while_doing_as(FailureKind::Interrupted, CONNECTING)?;
-        let TemplateDescription { identity: filled_from, addresses } =
+        let TemplateDescription { ids: filled_from, addresses } =
             serde_json::from_str(&text).while_doing(CONNECTING)?;
         let differs = || Failure::new(FailureKind::Refused, "the template is of another image");
-        if filled_from != identity {
+        if filled_from != *ids {
             return Err(differs().while_doing(CONNECTING));
         }
         let holder = UnixStream::connect(record.holder_socket())
@@ -74,7 +75,7 @@ impl FamilyLink {
         image: &Image,
         journal: &JournalFile,
     ) -> Result<Self, Failure> {
-        let link = Self::connect(record, image.regions(), &image.identity())?;
+        let link = Self::connect(record, image.regions(), &ImageIds::from_image(image))?;
         journal
             .update(|journal| journal.family = Some(record.clone()))
             .while_doing("writing the journal")?;

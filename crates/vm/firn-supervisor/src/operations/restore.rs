@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_image::{AuxBlock, Image};
+use firn_image::{AuxBlock, Image, ImageKey};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
     BackgroundFill, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy,
@@ -57,6 +57,7 @@ use crate::processes::programs;
 use crate::records::control_protocol::{OperationProgress, RestoreDisks};
 use crate::records::failure::{self, Failure, FailureContext, FailureKind, image_failure};
 use crate::records::family::FamilyRecord;
+use crate::records::image_ids::ImageIds;
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase};
 use crate::records::meta::{self, HostMismatch, ImageMeta};
 use crate::records::restored_domain::LibvirtTarget;
@@ -70,6 +71,8 @@ const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfau
 /// The choices of `firn restore`.
 pub(crate) struct RestoreChoices<'a> {
     pub(crate) image: &'a Path,
+    /// Its keys and those of the images it builds on, if the command found it sealed.
+    pub(crate) keys: &'a [ImageKey],
     pub(crate) mode: RestoreMode,
     /// What happens to the VM when its memory can't be read.
     pub(crate) on_error: ReadFailurePolicy,
@@ -152,6 +155,7 @@ pub(crate) fn restore_vm(
     let mut watch = PhaseTimer { since, lap: Instant::now() };
     let mut timings = RestoreTimings::default();
     let (image, meta) = open_image(wanted.image)?;
+    ImageIds::from_image(&image).check_keys(wanted.image, wanted.keys)?;
     let origin = image_origin::check_origin(&image, &meta, &wanted.trust_choices())?;
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;
@@ -569,7 +573,7 @@ impl RestoreRun<'_> {
     fn restoring_phase(&self) -> VmPhase {
         VmPhase::Restoring {
             image: self.wanted.image.to_owned(),
-            identity: self.image.identity(),
+            ids: ImageIds::from_image(&self.image),
             mode: self.wanted.mode,
             started: false,
             must_stay_paused: must_stay_paused(&self.meta, self.wanted),

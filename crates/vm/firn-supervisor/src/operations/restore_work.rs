@@ -36,6 +36,7 @@ use crate::processes::kept_keys;
 use crate::processes::runtime::VmDir;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage, RestoreProgress};
 use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
+use crate::records::image_ids::ImageIds;
 use crate::records::journal::{HypervisorRecord, JournalFile, VmPhase, unix_seconds};
 
 /// The interval between progress reports.
@@ -78,9 +79,9 @@ pub(crate) struct InheritedRestore {
     pub(crate) journal: Arc<JournalFile>,
     pub(crate) vm: VmDir,
     pub(crate) hypervisor: Arc<ProcessHandle>,
-    /// The image: its path, its identity, and its open files if a guard had them.
+    /// The image: its path, its numbers, and its open files if a guard had them.
     pub(crate) image: PathBuf,
-    pub(crate) identity: String,
+    pub(crate) ids: ImageIds,
     pub(crate) files: Vec<File>,
     pub(crate) mode: RestoreMode,
     pub(crate) on_error: ReadFailurePolicy,
@@ -138,7 +139,7 @@ impl InheritedRestore {
         let record = self.journal.current_journal().family;
         let record = record.filter(|_| faults.memory().has_template());
         let map = &self.hypervisor_record.map;
-        let joined = record.map(|it| FamilyLink::connect(&it, map, &self.identity));
+        let joined = record.map(|it| FamilyLink::connect(&it, map, &self.ids));
         let family = joined.transpose().unwrap_or_else(|failure| {
             tracing::warn!("{failure}: the VM's memory is loaded without the template");
             None
@@ -186,20 +187,20 @@ impl InheritedRestore {
     /// Opens the image by its name, or else by its open files. Another file may be the same image:
     /// one that was completed meanwhile.
     fn open_image(&self) -> Result<Arc<Image>, Failure> {
-        let named =
-            restore::open_image(&self.image).and_then(|(image, _)| self.check_identity(image));
+        let named = restore::open_image(&self.image).and_then(|(image, _)| self.check_ids(image));
         named.or_else(|failure| match self.files.is_empty() {
             true => Err(failure),
             false => {
                 let opened = Image::open_from(&self.image, &self.files);
                 let opened = opened.map_err(|error| image_failure(&error))?;
-                restore::with_meta(opened).and_then(|(image, _)| self.check_identity(image))
+                restore::with_meta(opened).and_then(|(image, _)| self.check_ids(image))
             }
         })
     }
 
-    fn check_identity(&self, image: Arc<Image>) -> Result<Arc<Image>, Failure> {
-        if image.identity() == self.identity {
+    /// Its identity alone is not enough: any user can write an image with it, sealed or not.
+    fn check_ids(&self, image: Arc<Image>) -> Result<Arc<Image>, Failure> {
+        if ImageIds::from_image(&image) == self.ids {
             return Ok(image);
         }
         let path = self.image.display();

@@ -1,5 +1,6 @@
 //! Why a VM can't be saved, whichever strategy is chosen.
 
+use crate::records::control_protocol::SaveChoices;
 use crate::records::failure::{Failure, FailureKind};
 use crate::records::journal::{HypervisorRecord, Journal};
 
@@ -33,4 +34,32 @@ pub(crate) fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     let mut failure = Failure::new(FailureKind::Refused, "QEMU can't save the state of this VM");
     failure.chain.extend(blockers);
     Err(failure.with_hint("start the VM without the device or CPU feature named here"))
+}
+
+/// Refuses to write a flat copy of RAM, which is not encrypted, beside a sealed image.
+pub(crate) fn refuse_clear_reference(choices: &SaveChoices) -> Result<(), Failure> {
+    let (Some(path), Some(_)) = (&choices.reference, &choices.seal) else { return Ok(()) };
+    let path = path.display();
+    let text = format!("the image is to be sealed, and the copy of RAM {path} is not encrypted");
+    Err(Failure::new(FailureKind::Usage, text).with_hint("seal the image, or use --reference"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_image::{ImageKey, ImageSeal};
+
+    #[test]
+    fn no_copy_of_ram_is_written_in_clear_beside_a_sealed_image() {
+        let seal = ImageSeal { key: ImageKey::from_bytes([7; 32]), wraps: Vec::new() };
+        let choices = |seal: Option<&ImageSeal>, reference: Option<&str>| SaveChoices {
+            seal: seal.cloned(),
+            reference: reference.map(Into::into),
+            ..SaveChoices::default()
+        };
+        assert!(refuse_clear_reference(&choices(Some(&seal), None)).is_ok());
+        assert!(refuse_clear_reference(&choices(None, Some("/a.ram"))).is_ok());
+        let failure = refuse_clear_reference(&choices(Some(&seal), Some("/a.ram"))).unwrap_err();
+        assert!(failure.to_string().contains("/a.ram"), "{failure}");
+    }
 }

@@ -34,7 +34,9 @@ use crate::operations::huge_page_repair::HugePageRepair;
 use crate::operations::protection::{
     PreparedDevices, ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
-use crate::operations::save_checks::{refuse_blocked, refuse_filtered_output, refuse_served_disks};
+use crate::operations::save_checks::{
+    refuse_blocked, refuse_clear_reference, refuse_filtered_output, refuse_served_disks,
+};
 use crate::operations::save_tries;
 use crate::operations::vm_checks::CheckedVm;
 use crate::processes::identity::ProcessHandle;
@@ -496,6 +498,7 @@ impl QemuOperations {
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
         firn_fault::pass_point("save.asked");
+        refuse_clear_reference(&request.choices)?;
         key_ring().add_keys(&request.keys);
         // A later checkpoint may build on the image.
         request.choices.seal.iter().for_each(|seal| key_ring().add_key(seal.key.clone()));

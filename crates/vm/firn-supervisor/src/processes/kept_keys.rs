@@ -14,14 +14,19 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 
 use firn_image::{Image, ImageKey, KEY_BYTES, key_ring};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 
-use crate::records::failure::{Failure, FailureContext, image_failure};
+use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
+use crate::records::journal::{Journal, VmPhase};
 
 const MAGIC: [u8; 8] = *b"FIRNKEYS";
 
 /// The maximum number of keys: a chain has no more files.
 const KEYS_MAX: usize = firn_image::CHAIN_MAX;
+
+/// The seals of the file with the keys: nothing can change it.
+const SEALS: SealFlags =
+    SealFlags::WRITE.union(SealFlags::GROW).union(SealFlags::SHRINK).union(SealFlags::SEAL);
 
 /// What the guards keep: the open files of an image, and its keys, if it is sealed.
 pub(crate) fn files_to_keep(image: &Image) -> Result<Vec<File>, Failure> {
@@ -38,9 +43,28 @@ fn store_keys(keys: &[ImageKey]) -> io::Result<File> {
     let mut file = File::from(memfd_create("firn-keys", flags)?);
     file.write_all(&MAGIC)?;
     keys.iter().try_for_each(|key| file.write_all(key.expose_bytes()))?;
-    let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
-    fcntl_add_seals(&file, seals)?;
+    fcntl_add_seals(&file, SEALS)?;
     Ok(file)
+}
+
+/// Adds keys that a user gives for the image that a VM is being restored from.
+pub(crate) fn use_given_keys(journal: &Journal, keys: &[ImageKey]) -> Result<(), Failure> {
+    if let VmPhase::Restoring { image, ids, .. } = &journal.phase {
+        if !ids.key_id.as_ref().is_some_and(|id| keys.iter().any(|key| key.id().to_string() == *id))
+        {
+            let path = image.display();
+            let refused = |text| Failure::new(FailureKind::Refused, text);
+            return Err(match ids.key_id {
+                Some(_) => {
+                    refused(format!("{path} is not the image it was when the restore began"))
+                        .with_hint("put the sealed image back, which has another key")
+                }
+                None => refused(format!("the VM needs no key: its image {path} was not sealed")),
+            });
+        }
+    }
+    key_ring().add_keys(keys);
+    Ok(())
 }
 
 /// Adds the keys that are among these files to those of this process.
@@ -48,8 +72,12 @@ pub(crate) fn use_keys(files: &[File]) {
     files.iter().filter_map(read_keys).for_each(|keys| key_ring().add_keys(&keys));
 }
 
-/// The keys in a file; `None` if it is another file.
+/// The keys in a file; `None` if it is another file. Nothing is read of a file of an image: its
+/// storage may not answer, and then the successor would wait here, before it serves the VM.
 fn read_keys(file: &File) -> Option<Vec<ImageKey>> {
+    if !is_sealed_memory(file) {
+        return None;
+    }
     let mut magic = [0; MAGIC.len()];
     file.read_exact_at(&mut magic, 0).ok().filter(|()| magic == MAGIC)?;
     let mut reader = KeyReader { file, offset: MAGIC.len() as u64 };
@@ -58,6 +86,12 @@ fn read_keys(file: &File) -> Option<Vec<ImageKey>> {
         reader.read_exact(&mut key).ok().map(|()| ImageKey::from_bytes(key))
     };
     Some(std::iter::from_fn(|| next(&mut reader)).take(KEYS_MAX).collect())
+}
+
+/// Whether a file is in memory, and can't be changed any more. A file in a file system has no such
+/// seals; in a tmpfs it has `F_SEAL_SEAL` alone.
+fn is_sealed_memory(file: &File) -> bool {
+    fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
 }
 
 /// Reads a file by offsets: its position is shared by all processes that have it.
@@ -77,6 +111,36 @@ impl Read for KeyReader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::records::image_ids::ImageIds;
+    use crate::records::name::VmName;
+    use firn_restore::{ReadFailurePolicy, RestoreMode};
+
+    #[test]
+    fn only_the_key_of_the_restored_image_is_accepted() {
+        let (right, wrong) = (ImageKey::from_bytes([71; 32]), ImageKey::from_bytes([72; 32]));
+        let restoring = |key_id| {
+            let phase = VmPhase::Restoring {
+                image: "/web.firn".into(),
+                ids: ImageIds { identity: "1f".into(), key_id },
+                mode: RestoreMode::Lazy,
+                started: true,
+                must_stay_paused: false,
+                on_error: ReadFailurePolicy::Stop,
+                paused_by_us: false,
+            };
+            Journal { phase, ..Journal::new(VmName::new("web").unwrap(), None) }
+        };
+        let sealed = restoring(Some(right.id().to_string()));
+        for keys in [&[][..], std::slice::from_ref(&wrong)] {
+            let failure = use_given_keys(&sealed, keys).unwrap_err();
+            assert!(failure.to_string().contains("/web.firn"), "{failure}");
+        }
+        assert!(use_given_keys(&restoring(None), std::slice::from_ref(&right)).is_err());
+        assert!(!key_ring().known_keys().contains(&right));
+        // A chain has more keys.
+        use_given_keys(&sealed, &[wrong, right.clone()]).unwrap();
+        assert!(key_ring().known_keys().contains(&right));
+    }
 
     #[test]
     fn keys_are_found_among_other_files_and_stay_as_they_are() {
@@ -89,5 +153,28 @@ mod tests {
         other.write_all(b"\x89FIRN and more").unwrap();
         assert_eq!(read_keys(&other), None);
         assert_eq!(read_keys(&tempfile::tempfile().unwrap()), None);
+    }
+
+    /// Files with the right bytes, on a disk, in a tmpfs and in memory that can be changed: a file
+    /// that is not looked at is not read either.
+    #[test]
+    fn only_sealed_memory_is_read() {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend([7; KEY_BYTES]);
+        let open = |it: std::io::Result<File>| {
+            let mut file = it.unwrap();
+            file.write_all(&bytes).unwrap();
+            file
+        };
+        let unsealed = memfd_create("firn-keys", MemfdFlags::CLOEXEC).map(File::from);
+        for file in [
+            open(tempfile::tempfile()),
+            open(tempfile::tempfile_in("/dev/shm")),
+            open(unsealed.map_err(io::Error::from)),
+        ] {
+            assert!(!is_sealed_memory(&file));
+            assert_eq!(read_keys(&file), None);
+        }
+        assert!(is_sealed_memory(&store_keys(&[]).unwrap()));
     }
 }

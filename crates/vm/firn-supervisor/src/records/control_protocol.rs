@@ -57,6 +57,12 @@ pub enum SupervisorRequest {
     Checkpoint(SaveRequest),
     /// Save the VM and end it.
     Suspend(SaveRequest),
+    /// As `Checkpoint`, to a sealed image. It has a name of its own because a supervisor of a version
+    /// without sealed images does not know the choice `seal`: it would ignore it, and write memory in
+    /// clear. So it refuses the request, and nothing is written.
+    SealedCheckpoint(SaveRequest),
+    /// As `Suspend`, to a sealed image.
+    SealedSuspend(SaveRequest),
     /// End the VM.
     Stop(StopRequest),
     /// Report the command line that starts the VM on its current disks; null if the VM is busy.
@@ -100,6 +106,24 @@ pub enum SupervisorRequest {
         /// The reason.
         why: String,
     },
+}
+
+impl SupervisorRequest {
+    /// The request for a checkpoint, sealed or not.
+    pub fn for_checkpoint(save: SaveRequest) -> Self {
+        match save.choices.seal {
+            Some(_) => Self::SealedCheckpoint(save),
+            None => Self::Checkpoint(save),
+        }
+    }
+
+    /// The request for a suspend, sealed or not.
+    pub fn for_suspend(save: SaveRequest) -> Self {
+        match save.choices.seal {
+            Some(_) => Self::SealedSuspend(save),
+            None => Self::Suspend(save),
+        }
+    }
 }
 
 /// How to run a standby's VM.
@@ -619,6 +643,36 @@ mod tests {
         for request in others.into_iter().chain(members).chain(moves) {
             let line = encode_message(&request);
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
+            assert_eq!(decode_message::<SupervisorRequest>(&line).unwrap(), request);
+        }
+    }
+
+    /// A supervisor without sealed images ignores an unknown choice, and refuses an unknown request.
+    #[test]
+    fn a_supervisor_of_before_refuses_to_save_a_sealed_image() {
+        #[derive(Debug, Deserialize)]
+        #[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
+        #[expect(dead_code, reason = "it is decoded only")]
+        enum OldRequest {
+            Checkpoint(OldSave),
+            Suspend(OldSave),
+        }
+        #[derive(Debug, Deserialize)]
+        #[expect(dead_code, reason = "it is decoded only")]
+        struct OldSave {
+            image: PathBuf,
+        }
+        let SupervisorRequest::Checkpoint(save) = checkpoint() else { unreachable!() };
+        let seal = ImageSeal { key: ImageKey::from_bytes([8; 32]), wraps: Vec::new() };
+        let mut sealed = save.clone();
+        sealed.choices.seal = Some(seal);
+        for make in [SupervisorRequest::for_checkpoint, SupervisorRequest::for_suspend] {
+            let clear = encode_message(&make(save.clone()));
+            assert!(decode_message::<OldRequest>(&clear).is_ok());
+            let request = make(sealed.clone());
+            let line = encode_message(&request);
+            let error = decode_message::<OldRequest>(&line).unwrap_err();
+            assert!(matches!(error, MessageError::Malformed(_)), "{error:?}");
             assert_eq!(decode_message::<SupervisorRequest>(&line).unwrap(), request);
         }
     }

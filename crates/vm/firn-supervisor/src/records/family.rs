@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use firn_image::ImageKey;
 use serde::{Deserialize, Serialize};
 
+use crate::records::image_ids::ImageIds;
+
 /// What a supervisor knows of the family of its VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FamilyRecord {
@@ -41,8 +43,9 @@ pub(crate) fn description_file(directory: &Path) -> PathBuf {
 /// The description of a template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TemplateDescription {
-    /// The identity of the image.
-    pub(crate) identity: String,
+    /// The numbers of the image.
+    #[serde(flatten)]
+    pub(crate) ids: ImageIds,
     /// The address of each region's file in the holder.
     pub(crate) addresses: Vec<u64>,
 }

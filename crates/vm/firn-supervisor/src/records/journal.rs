@@ -38,6 +38,7 @@ use crate::processes::identity::ProcessIdentity;
 use crate::records::device_records::{CardFilter, DriveSnapshot, NetworkCard, ServedDisk};
 use crate::records::failure::Failure;
 use crate::records::family::FamilyRecord;
+use crate::records::image_ids::ImageIds;
 use crate::records::meta::ImageMeta;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::name::VmName;
@@ -211,8 +212,9 @@ pub enum VmPhase {
     Restoring {
         /// The image that the pages come from.
         image: PathBuf,
-        /// The identity of that image, in case its name comes to mean another one.
-        identity: String,
+        /// The numbers of that image, in case its name comes to mean another one.
+        #[serde(flatten)]
+        ids: ImageIds,
         /// The restore mode.
         mode: RestoreMode,
         /// The device state is in place and the guest may run. Before that there is nothing worth
@@ -493,7 +495,7 @@ mod tests {
             },
             VmPhase::Restoring {
                 image: "/a".into(),
-                identity: "1f".into(),
+                ids: ImageIds { identity: "1f".into(), key_id: Some("2e".into()) },
                 mode: RestoreMode::Lazy,
                 started: true,
                 must_stay_paused: false,
@@ -515,6 +517,17 @@ mod tests {
     fn a_protection_without_a_recorded_pause_has_paused_no_vm() {
         let phase: VmPhase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
         assert_eq!(phase, VmPhase::Protecting { paused_by_us: false });
+    }
+
+    /// A journal of a version without sealed images.
+    #[test]
+    fn a_restore_without_a_recorded_key_is_from_an_image_that_is_not_sealed() {
+        let text =
+            r#"{"phase":"restoring","image":"/a","identity":"1f","mode":"lazy","started":true}"#;
+        let VmPhase::Restoring { ids, .. } = serde_json::from_str(text).unwrap() else {
+            unreachable!("another phase")
+        };
+        assert_eq!(ids, ImageIds { identity: "1f".into(), key_id: None });
     }
 
     #[test]

@@ -6,6 +6,7 @@ pub(crate) mod cpu;
 pub(crate) mod device_records;
 pub(crate) mod failure;
 pub(crate) mod family;
+pub(crate) mod image_ids;
 pub(crate) mod journal;
 pub(crate) mod meta;
 pub(crate) mod monitor_address;

@@ -28,6 +28,7 @@ use std::path::{Path, PathBuf};
 
 use firn_restore::{ReadFailurePolicy, RestoreMode};
 
+use crate::records::image_ids::ImageIds;
 use crate::records::journal::{Journal, VmPhase};
 
 /// What is left of a VM whose supervisor has died.
@@ -90,8 +91,8 @@ pub enum RecoveryAction {
     ServeOn {
         /// The image that its pages come from.
         image: PathBuf,
-        /// The identity that this file must have.
-        identity: String,
+        /// The numbers that this image must have.
+        ids: ImageIds,
         /// The restore mode.
         mode: RestoreMode,
         /// The guest is to run: it was not paused when it was saved.
@@ -134,16 +135,10 @@ pub fn decide_recovery(journal: &Journal, remains: SurvivingParts) -> RecoveryAc
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
         VmPhase::Restoring {
-            image,
-            identity,
-            mode,
-            started: true,
-            on_error,
-            must_stay_paused,
-            ..
+            image, ids, mode, started: true, on_error, must_stay_paused, ..
         } => RecoveryAction::ServeOn {
             image: image.clone(),
-            identity: identity.clone(),
+            ids: ids.clone(),
             mode: *mode,
             on_error: *on_error,
             cont: !must_stay_paused,
@@ -166,11 +161,14 @@ mod tests {
     use crate::records::process_exit::ProcessExit;
     use crate::testing::hypervisor_record;
 
-    const IMAGE: &str = "1f";
     const LIVES: SurvivingParts = SurvivingParts { is_hypervisor_alive: true, image_whole: false };
     const LIVES_WHOLE: SurvivingParts =
         SurvivingParts { is_hypervisor_alive: true, image_whole: true };
     const GONE: SurvivingParts = SurvivingParts { is_hypervisor_alive: false, image_whole: false };
+
+    fn ids() -> ImageIds {
+        ImageIds { identity: "1f".into(), key_id: Some("2e".into()) }
+    }
 
     fn journal(phase: VmPhase) -> Journal {
         let journal = Journal::new(VmName::new("web").unwrap(), None);
@@ -191,7 +189,7 @@ mod tests {
     fn restoring(started: bool) -> Journal {
         journal(VmPhase::Restoring {
             image: "/i".into(),
-            identity: IMAGE.into(),
+            ids: ids(),
             mode: RestoreMode::Locality,
             started,
             must_stay_paused: false,
@@ -313,8 +311,8 @@ mod tests {
     #[test]
     fn a_started_restore_is_served_on() {
         let mode = RestoreMode::Locality;
-        let (image, identity, on_error) = ("/i".into(), IMAGE.into(), ReadFailurePolicy::Kill);
-        let serve = RecoveryAction::ServeOn { image, identity, mode, on_error, cont: true };
+        let (image, ids, on_error) = ("/i".into(), ids(), ReadFailurePolicy::Kill);
+        let serve = RecoveryAction::ServeOn { image, ids, mode, on_error, cont: true };
         assert_eq!(decide_recovery(&restoring(true), LIVES), serve);
         assert_eq!(
             decide_recovery(&restoring(true), GONE),

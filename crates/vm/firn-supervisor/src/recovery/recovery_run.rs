@@ -206,7 +206,7 @@ impl RecoveryRun<'_> {
     ) -> Result<RecoveredVm, Failure> {
         let hypervisor_record = self.hypervisor_record()?;
         let hypervisor = Arc::new(hypervisor);
-        let RecoveryAction::ServeOn { image, identity, mode, on_error, cont } = serve_on else {
+        let RecoveryAction::ServeOn { image, ids, mode, on_error, cont } = serve_on else {
             return Ok(None);
         };
         let taken_over = InheritedRestore {
@@ -215,7 +215,7 @@ impl RecoveryRun<'_> {
             vm: self.vm.clone(),
             hypervisor: Arc::clone(&hypervisor),
             image,
-            identity,
+            ids,
             files: self.files,
             mode,
             on_error,

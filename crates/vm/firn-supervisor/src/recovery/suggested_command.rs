@@ -132,6 +132,7 @@ pub fn forced_stop_steps(remnant: VmState<'_>) -> &'static [ForcedStopStep] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::records::image_ids::ImageIds;
     use crate::records::process_exit::ProcessExit;
     use firn_restore::{ReadFailurePolicy, RestoreMode};
     use std::collections::BTreeSet;
@@ -161,7 +162,7 @@ mod tests {
             });
             phases.push(VmPhase::Restoring {
                 image: "/i".into(),
-                identity: "1f".into(),
+                ids: ImageIds { identity: "1f".into(), key_id: None },
                 mode: RestoreMode::Lazy,
                 started: first,
                 on_error: if second { ReadFailurePolicy::Stop } else { ReadFailurePolicy::Kill },

@@ -142,6 +142,18 @@ fn only_its_recipient_restores_a_sealed_image_and_no_file_has_its_memory() {
 }
 
 #[test]
+fn no_copy_of_ram_is_in_clear_beside_a_sealed_image() {
+    let subject = Subject::run();
+    let me = subject.make_identity("me");
+    let session = &subject.session;
+    let save =
+        ["checkpoint", "web", "-o", "web.firn", "--recipient", &me, "--reference", "web.ram"];
+    session.firn(&save).fails(2, "is not encrypted");
+    subject.shows_nothing();
+    assert!(!session.path("web.firn").exists());
+}
+
+#[test]
 fn a_key_file_or_a_command_seals_and_opens() {
     let subject = Subject::run();
     let session = &subject.session;
@@ -289,10 +301,43 @@ fn a_guest_whose_key_is_lost_waits_until_it_is_given_again() {
             || status["waiting"]["error"].as_str().is_some_and(|it| it.contains(LOCKED))
     });
     session.firn(&["unlock", "web"]).fails(5, LOCKED);
+    std::fs::rename(session.path("web.firn"), session.path("away.firn")).unwrap();
+    let missing = session.firn(&["unlock", "web", "--identity", "me.age"]);
+    assert!(missing.code != 0 && missing.err.contains("web.firn"), "{}", missing.err);
+    assert_eq!(missing.out, "");
+    std::fs::rename(session.path("away.firn"), session.path("web.firn")).unwrap();
     session.firn(&["unlock", "web", "--identity", "me.age"]).succeeds();
     session.firn(&["status", "web", "--watch"]).succeeds();
     subject.is_exact("web");
     session.firn(&["unlock", "web", "--identity", "me.age"]).fails(5, "is not being restored");
+}
+
+#[test]
+fn a_successor_accepts_no_other_image_in_place_of_its_own() {
+    let mut subject = Subject::run();
+    let (me, other) = (subject.make_identity("me"), subject.make_identity("other"));
+    subject.save("web.firn", &["--recipient", &me]);
+    subject.save("foreign.firn", &["--recipient", &other]);
+    subject.save("clear.firn", &[]);
+    subject.stop("web");
+    let filling = begin_lazy_restore(&mut subject);
+    let session = &subject.session;
+    let rename = |from, to| std::fs::rename(session.path(from), session.path(to)).unwrap();
+    rename("web.firn", "mine.firn");
+    rename("foreign.firn", "web.firn");
+    let [supervisor, guard, watcher] = processes(&subject);
+    signal(supervisor, Signal::STOP);
+    [guard, watcher, supervisor].into_iter().for_each(kill);
+    let _ = std::fs::remove_file(&filling);
+    const OTHER: &str = "is not the image it was when the restore began";
+    eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 1);
+    session.firn(&["unlock", "web", "--identity", "other.age"]).fails(5, OTHER);
+    rename("clear.firn", "web.firn");
+    session.firn(&["unlock", "web", "--identity", "me.age"]).fails(5, OTHER);
+    rename("mine.firn", "web.firn");
+    session.firn(&["unlock", "web", "--identity", "me.age"]).succeeds();
+    session.firn(&["status", "web", "--watch"]).succeeds();
+    subject.is_exact("web");
 }
 
 #[test]
