@@ -102,9 +102,14 @@ fn program_name(command: &str) -> &str {
     let is_plain =
         |word: &str| !word.contains(['\'', '"', '\\', '$', '`', ';', '&', '|', '<', '>', '(']);
     let mut words =
-        command.split_whitespace().skip_while(|word| is_plain(word) && word.contains('='));
-    let program = words.next().filter(|word| is_plain(word));
+        command.split_whitespace().skip_while(|word| is_plain(word) && sets_variable(word));
+    let program = words.next().filter(|word| is_plain(word) && !word.contains('='));
     program.and_then(|word| word.rsplit('/').next()).filter(|it| !it.is_empty()).unwrap_or(UNNAMED)
+}
+
+fn sets_variable(word: &str) -> bool {
+    let is_name = |name: &str| name.chars().all(|it| it.is_ascii_alphanumeric() || it == '_');
+    word.split_once('=').is_some_and(|(name, _)| is_name(name))
 }
 
 /// The end of what a command wrote to standard error, for an error.
@@ -156,6 +161,7 @@ mod tests {
             ("\"/opt/s3cret dir/kms\"", UNNAMED),
             ("TOKEN=s3cret;kms", UNNAMED),
             ("kms</s3cret", UNNAMED),
+            ("./kms@token=s3cret s3cret", UNNAMED),
             ("TOKEN=s3cret", UNNAMED),
             ("", UNNAMED),
         ] {

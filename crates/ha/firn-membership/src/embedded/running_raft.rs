@@ -36,6 +36,9 @@ const HEARTBEAT_MS: u64 = 250;
 const ELECTION_MS_MIN: u64 = 300;
 const ELECTION_MS_MAX: u64 = 500;
 
+/// The time that a server has for an election, before the next one starts one.
+const TURN_MS: u64 = 200;
+
 /// One run of raft. Clones share it.
 #[derive(Clone)]
 pub struct RunningRaft {
@@ -103,7 +106,9 @@ impl RunningRaft {
         if !leads() || server == self.me {
             return;
         }
-        sleep(Duration::from_millis(ELECTION_MS_MAX)).await;
+        // One after another: servers that are candidates at the same time get no majority.
+        let before_me = self.servers.keys().filter(|it| **it != server && **it < self.me).count();
+        sleep(Duration::from_millis(ELECTION_MS_MAX + TURN_MS * before_me as u64)).await;
         // Another server may have been elected meanwhile: a second election would depose it.
         if leads() {
             if let Err(error) = self.raft.trigger().elect().await {

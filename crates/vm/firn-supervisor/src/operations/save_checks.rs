@@ -41,7 +41,8 @@ pub(crate) fn refuse_clear_reference(choices: &SaveChoices) -> Result<(), Failur
     let (Some(path), Some(_)) = (&choices.reference, &choices.seal) else { return Ok(()) };
     let path = path.display();
     let text = format!("the image is to be sealed, and the copy of RAM {path} is not encrypted");
-    Err(Failure::new(FailureKind::Usage, text).with_hint("seal the image, or use --reference"))
+    Err(Failure::new(FailureKind::Usage, text)
+        .with_hint("use --reference with an image that is not sealed"))
 }
 
 #[cfg(test)]

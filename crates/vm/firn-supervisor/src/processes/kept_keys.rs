@@ -12,11 +12,13 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use firn_image::{Image, ImageKey, KEY_BYTES, key_ring};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 
 use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
+use crate::records::image_ids::ImageIds;
 use crate::records::journal::{Journal, VmPhase};
 
 const MAGIC: [u8; 8] = *b"FIRNKEYS";
@@ -50,21 +52,25 @@ fn store_keys(keys: &[ImageKey]) -> io::Result<File> {
 /// Adds keys that a user gives for the image that a VM is being restored from.
 pub(crate) fn use_given_keys(journal: &Journal, keys: &[ImageKey]) -> Result<(), Failure> {
     if let VmPhase::Restoring { image, ids, .. } = &journal.phase {
-        if !ids.key_id.as_ref().is_some_and(|id| keys.iter().any(|key| key.id().to_string() == *id))
-        {
-            let path = image.display();
-            let refused = |text| Failure::new(FailureKind::Refused, text);
-            return Err(match ids.key_id {
-                Some(_) => {
-                    refused(format!("{path} is not the image it was when the restore began"))
-                        .with_hint("put the sealed image back, which has another key")
-                }
-                None => refused(format!("the VM needs no key: its image {path} was not sealed")),
-            });
-        }
+        check_given_keys(image, ids, keys)?;
     }
     key_ring().add_keys(keys);
     Ok(())
+}
+
+/// Refuses keys of another image, which the user has unlocked in place of the right one.
+fn check_given_keys(image: &Path, ids: &ImageIds, keys: &[ImageKey]) -> Result<(), Failure> {
+    let path = image.display();
+    let Some(id) = &ids.key_id else {
+        let text = format!("the VM needs no key: its image {path} was not sealed");
+        return Err(Failure::new(FailureKind::Refused, text));
+    };
+    if keys.iter().any(|key| key.id().to_string() == *id) {
+        return Ok(());
+    }
+    let text = format!("{path} is not the image it was when the restore began");
+    let failure = Failure::new(FailureKind::Refused, text);
+    Err(failure.with_hint("put the sealed image back, which has another key"))
 }
 
 /// Adds the keys that are among these files to those of this process.
@@ -111,7 +117,6 @@ impl Read for KeyReader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::records::image_ids::ImageIds;
     use crate::records::name::VmName;
     use firn_restore::{ReadFailurePolicy, RestoreMode};
 
