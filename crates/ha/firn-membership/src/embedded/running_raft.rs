@@ -30,11 +30,11 @@ const PIECE_BYTES: u64 = 32 << 10;
 
 /// Times of raft, in milliseconds. A server that hears nothing of the leader votes for another one
 /// after the longest timeout (openraft's leader lease), and starts an election after that and a random
-/// timeout between these: after 800 to 1,000 ms. A leader that stalls for longer is replaced; that
+/// timeout between these: after 1.1 to 1.4 s. A leader that stalls for longer is replaced; that
 /// delays requests, and does no harm.
 const HEARTBEAT_MS: u64 = 250;
-const ELECTION_MS_MIN: u64 = 300;
-const ELECTION_MS_MAX: u64 = 500;
+const ELECTION_MS_MIN: u64 = 400;
+const ELECTION_MS_MAX: u64 = 700;
 
 /// The time that a server has for an election, before the next one starts one.
 const TURN_MS: u64 = 200;
