@@ -71,11 +71,16 @@ fn assert_wrapped(help: &str, columns: usize, what: &str) {
     }
 }
 
-/// What follows the options: examples, and tables of exit codes and of variables.
+/// What follows the options, which may be in groups with headings: examples, and tables of exit codes
+/// and of variables.
 fn notes(help: &str) -> String {
-    let options = help.lines().skip_while(|line| *line != "Options:").skip(1);
-    let notes = options.skip_while(|line| line.is_empty() || line.starts_with(' '));
-    notes.collect::<Vec<_>>().join("\n")
+    let lines: Vec<&str> = help.lines().skip_while(|line| *line != "Options:").collect();
+    let is_heading = |line: &str| !line.is_empty() && !line.starts_with(' ');
+    let has_options =
+        |at: usize| lines.get(at + 1).is_some_and(|line| line.trim_start().starts_with('-'));
+    let is_note = |at: &usize| is_heading(lines[*at]) && !has_options(*at);
+    let begin = (0..lines.len()).find(is_note).unwrap_or(lines.len());
+    lines[begin..].join("\n")
 }
 
 fn assert_all_wrapped(program: &Path, verbs_min: usize) {
