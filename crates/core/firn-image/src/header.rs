@@ -18,6 +18,9 @@
 //! end-of-file character.
 
 use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
 
 use firn_types::BlockSize;
 use twox_hash::XxHash3_64;
@@ -95,6 +98,15 @@ impl Header {
         check_reserved(reserved, rest)?;
         Ok(Self { version, geometry, organization, identity })
     }
+}
+
+/// Whether a file begins as an image that is not sealed. Reads twelve bytes, and checks nothing else.
+pub fn is_unsealed_image(path: &Path) -> bool {
+    let mut head = [0; 12];
+    let is_read =
+        path.is_file() && File::open(path).and_then(|mut file| file.read_exact(&mut head)).is_ok();
+    let version = head.last_chunk::<4>().copied().map_or(0, u32::from_le_bytes);
+    is_read && head.starts_with(&MAGIC) && (VERSION_WHOLE..VERSION_SEALED).contains(&version)
 }
 
 fn check_reserved(reserved: u16, mut rest: ByteReader<'_>) -> Result<(), ImageFlaw> {

@@ -81,7 +81,7 @@ pub use geometry::{
     BlockOrganization, Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT,
     LOCALITY_BLOCK_BYTES_MAX, LOCALITY_BLOCK_BYTES_MIN, OrganizationError,
 };
-pub use header::VERSION;
+pub use header::{VERSION, is_unsealed_image};
 pub use keys::{
     ImageKey, ImageSeal, KEY_BYTES, KeyId, KeyOpener, KeyRing, WrapMethod, WrappedKey, from_hex,
     key_ring, to_hex,
