@@ -43,15 +43,15 @@ fn indent(line: &str) -> usize {
     line.len() - line.trim_start().len()
 }
 
-/// Whether two lines are of one paragraph: examples and lists of verbs have 2 or 4 spaces in front, and each value of an
-/// option begins with a dash.
+/// Whether two lines are of one paragraph: examples and lists of verbs have 2 or 4 spaces in front, and each option of a
+/// short list, and each value of an option, begins with a dash.
 fn is_one_paragraph(line: &str, next: &str) -> bool {
     let is_prose = !line.trim().is_empty() && (indent(line) == 0 || indent(line) > 4);
     let text = next.trim_start();
     is_prose
         && indent(line) == indent(next)
         && !text.is_empty()
-        && !text.starts_with("- ")
+        && !text.starts_with('-')
         && !text.starts_with('[')
         && !line.ends_with(':')
 }
