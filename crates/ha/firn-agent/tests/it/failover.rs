@@ -120,6 +120,10 @@ impl LocalVms for Model {
         let (near, end) = UnixStream::pair().unwrap();
         std::fs::create_dir_all(self.base.vm_dir(vm).path()).unwrap();
         let mut web = self.web();
+        // As a supervisor does where the old VM has not ended yet.
+        if let Some(state @ ("running" | "hung" | "protected")) = web.state {
+            return Err(Failure::new(FailureKind::Refused, format!("{vm} is {state} here")));
+        }
         assert!(matches!(web.state, None | Some("ended")), "{:?} is there", web.state);
         *web = Web { state: Some("standby"), stream: Some(end), ..Web::default() };
         drop(web);

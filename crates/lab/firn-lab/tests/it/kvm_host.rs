@@ -1,4 +1,5 @@
-//! The first-level guest: a machine in which KVM works.
+//! The first-level guest: a machine in which KVM works. It boots for minutes, and only `make test-platforms` needs it, so
+//! these tests are of `make test-all` (`FIRN_ALL=1`).
 
 use std::time::Duration;
 
@@ -6,8 +7,20 @@ use firn_lab::kvm_host::{GuestPayload, KvmHost};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
+/// Whether this test is left to `make test-all`.
+fn is_left_out() -> bool {
+    let is_left_out = std::env::var("FIRN_ALL").is_err();
+    if is_left_out {
+        firn_skip::skip_test("boots an emulated machine for minutes; make test-all runs it");
+    }
+    is_left_out
+}
+
 #[test]
 fn runs_a_command_beside_a_working_kvm() {
+    if is_left_out() {
+        return;
+    }
     let host = KvmHost::new().unwrap();
     let payload = GuestPayload::new("test -c /dev/kvm && ./words out && ./words err >&2; exit 7")
         .add_program("words", "/bin/echo");
@@ -21,6 +34,9 @@ fn runs_a_command_beside_a_working_kvm() {
 
 #[test]
 fn a_command_that_never_ends_is_given_up() {
+    if is_left_out() {
+        return;
+    }
     let host = KvmHost::new().unwrap();
     let limit = Duration::from_secs(1);
     let error =

@@ -35,6 +35,7 @@ mod identity;
 mod incremental;
 mod input;
 mod libvirt;
+mod machine;
 mod mirrored_disks;
 mod mistakes;
 mod model;

@@ -1,11 +1,11 @@
-//! Long walks, of which a run of the tests takes a part: every third step.
+//! Long walks, of which a run of the tests takes a part: every seventh step.
 //!
-//! The parts take turns by the day, so that three days cover all. `FIRN_PART=N` chooses one, and
+//! The parts take turns by the day, so that a week covers all. `FIRN_PART=N` chooses one, and
 //! `FIRN_ALL=1` takes all of them (`make test-all`).
 
 use std::time::SystemTime;
 
-const PARTS: usize = 3;
+const PARTS: usize = 7;
 
 /// The part of a walk that this run takes; at least one step.
 pub fn part_of<T>(steps: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {

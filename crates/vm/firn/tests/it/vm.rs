@@ -1,14 +1,13 @@
 //! Real guests: whole sessions with them.
 
 use std::path::{Path, PathBuf};
-use std::sync::{
-    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use firn_lab::guest::{GuestControl, GuestImage, JobState, QemuArgs, VirtioDisk, accel};
 use firn_lab::prober::{Heartbeats, Prober};
 
+use crate::machine::Machine;
 use crate::pool::{self, Saved};
 use crate::session::{Session, eventually, kill, text};
 
@@ -37,40 +36,6 @@ impl Drop for Vm {
         if !std::thread::panicking() {
             pool::put_back(std::mem::replace(&mut self.session, Session::new()), saved);
         }
-    }
-}
-
-/// What a test has of the machine while its VM is there.
-enum Machine {
-    /// Others may have VMs as well: as many as tests run at once.
-    Shared { _guard: RwLockReadGuard<'static, ()> },
-    /// The same, but one test of several hosts at a time: each takes most of a processor, and their
-    /// hosts are lost when they can't answer for seconds.
-    Hosts { _turn: MutexGuard<'static, ()>, _guard: RwLockReadGuard<'static, ()> },
-    /// It measures how long something takes, or how much a guest gets done in between.
-    Alone { _guard: RwLockWriteGuard<'static, ()> },
-}
-
-impl Machine {
-    fn shared() -> Self {
-        Self::Shared { _guard: Self::lock().read().unwrap_or_else(PoisonError::into_inner) }
-    }
-
-    fn hosts() -> Self {
-        static TURN: Mutex<()> = Mutex::new(());
-        // Who waits for its turn has nothing of the machine.
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let guard = Self::lock().read().unwrap_or_else(PoisonError::into_inner);
-        Self::Hosts { _guard: guard, _turn: turn }
-    }
-
-    fn alone() -> Self {
-        Self::Alone { _guard: Self::lock().write().unwrap_or_else(PoisonError::into_inner) }
-    }
-
-    fn lock() -> &'static RwLock<()> {
-        static MACHINE: RwLock<()> = RwLock::new(());
-        &MACHINE
     }
 }
 
