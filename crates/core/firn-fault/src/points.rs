@@ -40,6 +40,8 @@ pub const POINTS: &[&str] = &[
     "pre-copy.copied",
     // A copy of memory that was given back before counts as complete, if this fails.
     "discards.check",
+    // A search for memory that was given back finds none, if this fails.
+    "holes.search",
     // Waiting for the jobs that copy disks.
     "copies.begun",
     "copies.finished",

@@ -105,6 +105,11 @@ impl GuestMemory {
         self.backings.iter().all(RegionBacking::is_shared)
     }
 
+    /// Whether some of RAM lies in files that Firn has opened too, and some does not.
+    pub fn is_partly_shared(&self) -> bool {
+        !self.is_shared() && self.backings.iter().any(RegionBacking::is_shared)
+    }
+
     /// Whether RAM is a private mapping of a template ([`crate::template`]).
     pub fn has_template(&self) -> bool {
         self.backings.iter().any(RegionBacking::is_template)
@@ -241,9 +246,19 @@ impl GuestMemory {
     /// # Errors
     /// If the kernel refuses the query, which it has no reason to.
     pub fn backed_runs(&self) -> Result<Vec<Range<Page>>, MemoryError> {
+        self.backed_runs_in(self.all_pages())
+    }
+
+    /// The pages of a range that are backed by memory, in runs, in order.
+    ///
+    /// # Errors
+    /// If the kernel refuses the query, which it has no reason to.
+    pub fn backed_runs_in(&self, range: Range<Page>) -> Result<Vec<Range<Page>>, MemoryError> {
         let mut runs = Vec::new();
         for backing in &self.backings {
-            backing.append_backed_runs(&mut runs)?;
+            if let Some(part) = backing.overlap_with(&range) {
+                backing.append_backed_runs(part, &mut runs)?;
+            }
         }
         Ok(runs)
     }

@@ -27,6 +27,8 @@
 mod guest_memory;
 pub mod guest_pages;
 pub mod heap;
+mod hole_tracker;
+mod page_bits;
 mod page_faults;
 mod page_scan;
 mod page_tables;
@@ -40,9 +42,11 @@ pub mod transparent_huge_pages;
 mod vcpu_waits;
 
 pub use guest_memory::{GuestMemory, HUGE_PAGE_BYTES, MemoryError, RamUser, RegionLocation};
+pub use hole_tracker::HoleTracker;
+pub use page_bits::AtomicPageSet;
 pub use page_faults::{
     FaultKind, InstallAttempt, InstallOutcome, KernelFeatures, MemoryEvent, PageFaultError,
-    PageFaults, TraceMode, UserfaultfdAccess,
+    PageFaults, TraceMode, UserfaultfdAccess, abort_on_panic,
 };
 pub use page_scan::{PageScan, ScanError, mapped_pages, merge_runs};
 pub use page_tables::{DropError, drop_page_tables};

@@ -38,6 +38,7 @@ mod attempt;
 mod error;
 mod event;
 mod features;
+mod handler_thread;
 mod make;
 
 pub use access::UserfaultfdAccess;
@@ -46,6 +47,7 @@ pub use attempt::InstallAttempt;
 pub use error::PageFaultError;
 pub use event::{FaultKind, MemoryEvent};
 pub use features::{KernelFeatures, TraceMode};
+pub use handler_thread::abort_on_panic;
 
 /// The maximum number of messages that one read takes.
 const BATCH: usize = 64;
@@ -350,7 +352,7 @@ fn lock_list<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// than a millisecond.
 const PIECE_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 
-fn split_into_pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
+pub(crate) fn split_into_pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
     let end = range.end.0;
     let starts = (range.start.0..end).step_by(PIECE_PAGES as usize);
     starts.map(move |start| Page(start)..Page(end.min(start.saturating_add(PIECE_PAGES))))

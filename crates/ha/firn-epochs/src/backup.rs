@@ -7,8 +7,8 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use firn_cluster::epoch::EpochProgress;
-use firn_types::{Page, RamRegion, RegionMap};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use firn_types::{PAGE_SIZE, Page, RamRegion, RegionMap};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use thiserror::Error;
 
 use crate::endpoint::EpochStream;
@@ -81,8 +81,21 @@ impl StandbyRam for RamFiles {
     fn write_bytes(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
         let found = self.files.iter().find(|(region, _)| region.page_range().contains(&page));
         let (region, file) = found.ok_or(io::ErrorKind::NotFound)?;
-        file.write_all_at(bytes, region.offset_of(page) + at as u64)
+        let offset = region.offset_of(page) + at as u64;
+        match is_page_of_zeros(bytes) {
+            // Memory that the guest gave back at the primary takes none here either.
+            true => Ok(fallocate(file, PUNCH, offset, bytes.len() as u64)?),
+            false => file.write_all_at(bytes, offset),
+        }
     }
+}
+
+/// Makes a hole in a file, which keeps its size.
+const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
+
+fn is_page_of_zeros(bytes: &[u8]) -> bool {
+    static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+    bytes == ZEROS
 }
 
 /// The receiving end of a connection from a primary.

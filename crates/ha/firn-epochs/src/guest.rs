@@ -36,8 +36,8 @@ use firn_disks::{DiskChange, DiskError};
 use firn_image::AuxBlock;
 use firn_memory::scheduling::RealtimeGuard;
 use firn_memory::{
-    GuestMemory, KernelFeatures, MemoryError, PageScan, Process, ProcessError, ScanError,
-    TraceError, Tracee, process_memory,
+    GuestMemory, KernelFeatures, MemoryError, Process, ProcessError, ScanError, TraceError, Tracee,
+    process_memory,
 };
 use firn_types::{PAGE_SIZE, Page, ThreadId};
 use firn_vmm::{AuxRam, DeviceStateError, MirrorProgress, QemuVm, QmpError, WaitMode};
@@ -46,9 +46,11 @@ use thiserror::Error;
 
 use crate::disks::EpochDisks;
 
+mod dirty_pages;
 mod health;
 mod state_sizes;
 
+use dirty_pages::{DirtyPages, may_give_back};
 use health::DeviceSet;
 pub use health::{ExitReport, GuestRunTrouble};
 use state_sizes::StateSizes;
@@ -93,6 +95,12 @@ pub enum GuestError {
          more, or have its disks in the page cache"
     )]
     PastPageCache,
+    /// What the guest gives back may not be recognized.
+    #[error(
+        "it has a balloon, and this host may keep shared memory in large pages, of which the kernel may clear a part without \
+         making a hole: turn them off (shmem_enabled in /sys/kernel/mm/transparent_hugepage, the mount option huge)"
+    )]
+    LargePages,
     /// A disk is not mirrored any more, or can't be.
     #[error("the VM's disk {disk} is not mirrored: {why}")]
     Mirror {
@@ -191,30 +199,30 @@ pub struct PauseResult {
 
 /// A VM that is paused.
 pub struct PausedGuest<'a> {
-    scan: &'a PageScan,
+    dirty: &'a DirtyPages,
     memory: &'a GuestMemory,
     disks: &'a EpochDisks,
 }
 
 impl PausedGuest<'_> {
-    /// The pages that were written since they were protected.
+    /// The pages that were written since they were protected, or given back since the last pause.
     pub fn written_pages(&self) -> Result<PageSet, GuestError> {
-        collect_pages(|out| self.scan.collect_written(self.memory.all_pages(), out))
+        Ok(self.dirty.find_dirty()?)
     }
 
     /// As [`Self::written_pages`], and protects them again.
     pub fn reprotect_written(&self) -> Result<PageSet, GuestError> {
-        collect_pages(|out| self.scan.collect_written_and_rearm(self.memory.all_pages(), out))
+        Ok(self.dirty.reprotect_dirty()?)
     }
 
     /// Protects these pages.
     pub fn protect_pages(&self, pages: &PageSet) -> Result<(), GuestError> {
-        protect_pages(self.scan, pages)
+        Ok(self.dirty.protect_pages(pages)?)
     }
 
     /// Protects all pages.
     pub fn protect_all(&self) -> Result<(), GuestError> {
-        Ok(self.scan.arm_all()?)
+        Ok(self.dirty.protect_all()?)
     }
 
     /// The changes of each disk in the epoch that ends here.
@@ -242,7 +250,7 @@ pub struct ProtectedGuest {
     memory: Arc<GuestMemory>,
     aux: Vec<AuxRam>,
     vcpus: Vec<ThreadId>,
-    scan: PageScan,
+    dirty: DirtyPages,
     witness: Box<dyn PauseJournal>,
     disks: EpochDisks,
     mirrors: Box<dyn MirrorJobs>,
@@ -267,12 +275,12 @@ impl ProtectedGuest {
         witness: Box<dyn PauseJournal>,
     ) -> Result<Self, GuestError> {
         check_protectable(&mut vm, &memory, &disks)?;
+        let gives_back = may_give_back(&mut vm, &memory)?;
         let devices = DeviceSet::list_devices(&mut vm)?;
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
         let vcpus: Vec<ThreadId> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let mut tracee = Tracee::seize(&process, &vcpus)?;
-        // `check_protectable` has refused VMs that return memory to the kernel.
-        let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
+        let dirty = DirtyPages::register(&mut tracee, &memory, gives_back)?;
         drop(tracee);
         let (state_sizes, is_detached) = (StateSizes::default(), false);
         vm.qmp().set_timeout(HANG_TIMEOUT);
@@ -282,7 +290,7 @@ impl ProtectedGuest {
             memory,
             aux,
             vcpus,
-            scan,
+            dirty,
             witness,
             disks,
             mirrors: Box::new(()),
@@ -302,8 +310,10 @@ impl ProtectedGuest {
     }
 
     fn begin_tracking(&mut self) -> Result<(), GuestError> {
-        self.scan.arm_all()?;
-        self.memory.open_window()?;
+        self.dirty.begin()?;
+        if !self.dirty.tracks_holes() {
+            self.memory.open_window()?;
+        }
         self.pause_for(Duration::ZERO)?;
         firn_fault::pass_io_point("protect.tracking")
             .map_err(|error| GuestError::Refused(error.to_string()))
@@ -341,9 +351,10 @@ impl ProtectedGuest {
         &mut self.vm
     }
 
-    /// The pages that were written since they were protected. The VM continues to run.
+    /// The pages that were written since they were protected. The VM continues to run, and pages
+    /// that it has given back may be missing.
     pub fn scan_written(&self) -> Result<PageSet, GuestError> {
-        collect_pages(|out| self.scan.collect_written(self.memory.all_pages(), out))
+        Ok(self.dirty.find_written()?)
     }
 
     /// Protects pages while the VM runs. From then on each write to them is recorded.
@@ -353,7 +364,7 @@ impl ProtectedGuest {
     /// is checked after the protection. A disk that is added later asks the kernel for reads after
     /// the protection, too.
     pub fn protect_running(&mut self, pages: &PageSet) -> Result<(), GuestError> {
-        protect_pages(&self.scan, pages)?;
+        self.dirty.protect_pages(pages)?;
         match self.can_be_copied_ahead()? {
             true => Ok(()),
             false => Err(GuestError::PastPageCache),
@@ -367,18 +378,17 @@ impl ProtectedGuest {
         Ok(!self.vm.reads_past_page_cache()?)
     }
 
-    /// The pages that were written since they were protected; they are protected again while the VM
-    /// runs. Then the VM is paused for a moment, so that requests of its devices have ended.
+    /// The pages that were written since they were protected, or given back; they are protected again
+    /// while the VM runs. Then the VM is paused for a moment, so that requests of its devices have ended.
     pub fn reprotect_running(&mut self) -> Result<PageSet, GuestError> {
-        let written =
-            collect_pages(|out| self.scan.collect_written_and_rearm(self.memory.all_pages(), out))?;
+        let written = self.dirty.reprotect_dirty()?;
         self.pause_for(Duration::ZERO)?;
         Ok(written)
     }
 
     /// Protects all pages again while the VM runs, as after attaching.
     pub fn reset_tracking(&mut self) -> Result<(), GuestError> {
-        self.scan.arm_all()?;
+        self.dirty.protect_all()?;
         self.pause_for(Duration::ZERO)
     }
 
@@ -449,8 +459,10 @@ impl ProtectedGuest {
     /// Checks the conditions of a cut. Returns why the VM does not run, if it is in trouble.
     ///
     /// # Errors
-    /// If a device was added or removed since Firn attached, or a disk is not mirrored any more.
+    /// If a device was added or removed since Firn attached, a disk is not mirrored any more, or the
+    /// host may have begun to keep shared memory in large pages.
     pub fn check_before_cut(&mut self) -> Result<Option<GuestRunTrouble>, GuestError> {
+        self.dirty.check_host()?;
         self.devices.check_unchanged(&mut self.vm)?;
         self.poll_mirrors()?;
         Ok(GuestRunTrouble::from_state(&self.vm.status()?))
@@ -468,8 +480,14 @@ impl ProtectedGuest {
     }
 
     /// Leaves a hypervisor that does not answer as it is: another command would wait as long again.
+    /// None of its threads waits for Firn.
     pub fn abandon(mut self) {
         self.is_detached = true;
+        if self.dirty.tracks_holes()
+            && let Err(error) = self.dirty.unregister()
+        {
+            tracing::warn!("the memory of a hypervisor is still registered: {error}");
+        }
         self.disks.end_protection();
     }
 
@@ -501,8 +519,8 @@ impl ProtectedGuest {
         let wait_mode = if first.is_some() { WaitMode::Sleep } else { WaitMode::Spin };
         let Some(held) = self.vm.begin_pause_with(drain, wait_mode)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
-        let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
-        let value = inside(&PausedGuest { scan, memory, disks })?;
+        let (dirty, memory, disks) = (&self.dirty, &*self.memory, &self.disks);
+        let value = inside(&PausedGuest { dirty, memory, disks })?;
         let released = held.resume_vm()?;
         self.state_sizes.add_save(released.device_state.len());
         let downtime = released.paused_for.unwrap_or_else(|| started.elapsed());
@@ -532,8 +550,8 @@ impl ProtectedGuest {
         self.disks.begin_drain();
         let devices = self.vm.stop_and_save_device_state()?;
         let aux = read_aux(&self.process, &self.aux)?;
-        let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
-        let value = inside(&PausedGuest { scan, memory, disks })?;
+        let (dirty, memory, disks) = (&self.dirty, &*self.memory, &self.disks);
+        let value = inside(&PausedGuest { dirty, memory, disks })?;
         Ok((value, PauseResult { devices, aux, ..PauseResult::default() }))
     }
 
@@ -548,8 +566,8 @@ impl ProtectedGuest {
         self.disks.end_protection();
         let unmirrored = self.mirrors.remove(&mut self.vm);
         let gave_back = self.vm.finish_save();
-        let unregistered = self.scan.unregister_all();
-        self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
+        let unregistered = self.dirty.unregister();
+        self.dirty.close(&self.process, &self.vcpus)?;
         unmirrored?;
         gave_back?;
         Ok(unregistered?)
@@ -589,11 +607,6 @@ pub fn check_protectable(
         let name = &drive.name;
         return refused(format!("the guest can write to its disk {name}, which is not replicated"));
     }
-    if vm.balloon()?.is_some() {
-        return refused(
-            "it has a balloon, and pages that a balloon returns are not tracked".into(),
-        );
-    }
     if memory.has_huge_pages() {
         return refused(
             "its memory is in huge pages (hugetlbfs): Firn protects the pages of an epoch one by one, and the kernel \
@@ -601,6 +614,7 @@ pub fn check_protectable(
                 .into(),
         );
     }
+    may_give_back(vm, memory)?;
     if let Some(other) = memory.other_users()?.first() {
         return refused(format!(
             "its memory is also mapped by {other}, whose writes are not tracked"
@@ -611,19 +625,6 @@ pub fn check_protectable(
         true => Ok(()),
         false => Err(ScanError::Unsupported.into()),
     }
-}
-
-fn collect_pages(
-    scan: impl FnOnce(&mut Vec<std::ops::Range<Page>>) -> Result<(), ScanError>,
-) -> Result<PageSet, GuestError> {
-    let (mut runs, mut pages) = (Vec::new(), PageSet::new());
-    scan(&mut runs)?;
-    runs.into_iter().for_each(|run| pages.insert_run(run));
-    Ok(pages)
-}
-
-fn protect_pages(scan: &PageScan, pages: &PageSet) -> Result<(), GuestError> {
-    Ok(pages.page_runs().into_iter().try_for_each(|run| scan.arm_range(run))?)
 }
 
 fn copy_pages(

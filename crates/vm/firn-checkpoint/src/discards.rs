@@ -60,12 +60,13 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use firn_memory::{GuestMemory, HUGE_PAGE_BYTES, InstallOutcome, MemoryError, PageFaultError};
+use firn_memory::{
+    AtomicPageSet, GuestMemory, HUGE_PAGE_BYTES, InstallOutcome, MemoryError, PageFaultError,
+};
 use firn_types::{Block, Page};
 use firn_vmm::QemuVm;
 
 use crate::error::SaveError;
-use crate::page_bits::AtomicPageSet;
 
 /// What a copy of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -222,11 +223,14 @@ pub(crate) fn may_discard(vm: &mut QemuVm, memory: &GuestMemory) -> Result<bool,
 /// Checks that a save recognizes what a guest with this memory gives back.
 ///
 /// # Errors
-/// If this host may keep shared memory in large pages, or RAM is of several kinds, one of them huge
-/// pages.
+/// If this host may keep shared memory in large pages, or RAM is of several kinds.
 pub fn check_discards(memory: &GuestMemory) -> Result<(), SaveError> {
     if !memory.has_huge_pages() {
-        return if memory.may_be_in_large_pages() { Err(SaveError::LargePages) } else { Ok(()) };
+        return match (memory.is_partly_shared(), memory.may_be_in_large_pages()) {
+            (true, _) => Err(SaveError::PartlyShared),
+            (false, true) => Err(SaveError::LargePages),
+            (false, false) => Ok(()),
+        };
     }
     match memory.has_only_like_huge_pages() {
         true => Ok(()),

@@ -87,6 +87,13 @@ pub enum SaveError {
          (/sys/kernel/mm/transparent_hugepage/shmem_enabled, the option huge of the mount)"
     )]
     LargePages,
+    /// What the guest gives back can't be recognized, because RAM is of two kinds.
+    #[error(
+        "the VM has a balloon, and a part of its RAM is shared memory and a part is not: what the guest gives back during the \
+         save could not be recognized. Save it while it is paused (firn checkpoint --strategy stop), or start it with share=on for \
+         each memory backend, or for none"
+    )]
+    PartlyShared,
     /// What the guest gives back can't be recognized, because its RAM is in huge pages.
     #[error(
         "the VM has a balloon, and its memory is in huge pages (hugetlbfs){condition}: what the guest gives back during the \

@@ -12,7 +12,7 @@
 //! | `cut` | the pause |
 //! | `traced_memory`, `trace` | protecting, unmapping, answering faults (system calls by `firn-memory`) |
 //! | `ledger` | which thread copies a block, and when it may be released |
-//! | `discards`, `page_bits` | what a guest gives back during a save, and whether it was lost |
+//! | `discards` | what a guest gives back during a save, and whether it was lost |
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
 //! | `order`, `spaces`, `sweep_throttle`, `bandwidth_limit`, `sweep`, `stop_and_copy` | what the sweep copies, in which order, how fast |
@@ -36,7 +36,6 @@ mod lane;
 mod ledger;
 mod options;
 mod order;
-mod page_bits;
 mod pipeline;
 mod pre_copy;
 mod reference;

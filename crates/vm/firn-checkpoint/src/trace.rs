@@ -38,7 +38,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
 
-use firn_memory::{FaultKind, GuestMemory, MemoryEvent, PageFaults, scheduling};
+use firn_memory::{FaultKind, GuestMemory, MemoryEvent, PageFaults, abort_on_panic, scheduling};
 use firn_types::{Block, BlockSize, Page, ThreadId};
 
 use crate::discards::DiscardCheck;
@@ -253,15 +253,6 @@ impl TraceHandler {
             Ok(counts) => counts,
             Err(panic) => std::panic::resume_unwind(panic),
         }
-    }
-}
-
-/// Runs the handler; if it panics, ends the process at once. vCPUs must never wait for a thread
-/// that is gone: the process that restarts this one takes the descriptor back and resumes them.
-pub(crate) fn abort_on_panic<T>(run: impl FnOnce() -> T) -> T {
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
-        Ok(result) => result,
-        Err(_) => std::process::abort(),
     }
 }
 

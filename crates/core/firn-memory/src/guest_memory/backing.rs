@@ -180,12 +180,12 @@ impl RegionBacking {
         Ok(Some((id, status.st_blocks as u64 * STATUS_BLOCK_BYTES)))
     }
 
-    /// Appends all runs of backed pages.
+    /// Appends all runs of backed pages of the region within `rest`.
     pub(super) fn append_backed_runs(
         &self,
+        mut rest: Range<Page>,
         runs: &mut Vec<Range<Page>>,
     ) -> Result<(), MemoryError> {
-        let mut rest = self.pages();
         while !rest.is_empty() {
             let Some(run) = self.first_run(&rest)? else { break };
             rest.start = run.end;

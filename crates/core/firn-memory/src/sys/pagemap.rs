@@ -31,6 +31,8 @@ pub(crate) enum PageQuery {
     Unprotected,
     /// As [`Self::Unknown`], where nothing is registered.
     Unmapped,
+    /// Not mapped, with or without a mark.
+    Absent,
     /// Mapped by an entry for 2 MiB.
     HugeMapped,
 }
@@ -57,7 +59,7 @@ impl PageQuery {
             Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => {
                 raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED
             }
-            Self::Present => raw::PAGE_IS_PRESENT,
+            Self::Present | Self::Absent => raw::PAGE_IS_PRESENT,
             Self::HugeMapped => raw::PAGE_IS_PRESENT | raw::PAGE_IS_HUGE,
         })
     }
@@ -68,14 +70,20 @@ impl PageQuery {
             Self::WrittenAndRearm | Self::UnknownAndRearm => {
                 raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING
             }
-            Self::Present | Self::Unprotected | Self::Unmapped | Self::HugeMapped => 0,
+            Self::Present
+            | Self::Unprotected
+            | Self::Unmapped
+            | Self::Absent
+            | Self::HugeMapped => 0,
         })
     }
 
     /// The categories that a page must not have.
     fn inverted_categories(self) -> u64 {
         match self {
-            Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => self.category_mask(),
+            Self::Unknown | Self::UnknownAndRearm | Self::Unmapped | Self::Absent => {
+                self.category_mask()
+            }
             Self::Written
             | Self::WrittenAndRearm
             | Self::Present

@@ -6,6 +6,7 @@ mod discards;
 mod driver;
 mod faults;
 mod filters;
+mod hole_tracker;
 mod huge_pages;
 mod injection;
 mod memory;

@@ -27,13 +27,12 @@
 //! **Memory that is given back** before the cut counts as written, and is copied as zeros; after the
 //! cut everything is copied. So no contents can be lost, whatever the guest gives back. In private
 //! memory the kernel reports these pages, also between two checkpoints. In shared memory it does
-//! not: `holes` finds them during the save, and no tracker stays behind for the next one.
+//! not: a `HoleTracker` finds them during the save, and no tracker stays behind for the next one.
 //!
 //! `rounds` decides when to cut, `tracker` holds the writes that the kernel reported, `copy`
 //! copies.
 
 mod copy;
-mod holes;
 mod rounds;
 mod tracker;
 

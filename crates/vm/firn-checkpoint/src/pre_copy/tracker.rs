@@ -8,10 +8,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use firn_image::{ImageSeal, KeyId};
-use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, merge_runs};
+use firn_memory::{GuestMemory, HoleTracker, PageScan, Process, ScanError, Tracee, merge_runs};
 use firn_types::{Page, ThreadId};
-
-use super::holes::HoleTracker;
 
 /// Up to this many runs of pages are kept as they were reported; more are merged first.
 const RUNS_MAX: usize = 1 << 14;
@@ -81,8 +79,8 @@ impl WriteTracker {
         let scan = Arc::new(PageScan::create_with_holes(&mut tracee, memory)?);
         drop(tracee);
         let holes = HoleTracker::start_thread(Arc::clone(&scan));
-        let mut tracker = Self::from_scan(scan, Some(holes), process, vcpus)?;
-        match tracker.holes.as_mut().map_or(Ok(()), HoleTracker::record_backed) {
+        let tracker = Self::from_scan(scan, Some(holes), process, vcpus)?;
+        match tracker.holes.as_ref().map_or(Ok(()), HoleTracker::record_backed) {
             Ok(()) => Ok(tracker),
             Err(error) => {
                 // The first error is the one to report.
@@ -136,10 +134,12 @@ impl WriteTracker {
 
     /// The pages written since the last call, or given back, in order. They are protected again.
     pub(crate) fn newly_written(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
+        // A hole that is touched meanwhile counts as written.
+        let discarded = self.holes.as_ref().map(HoleTracker::find_discarded).transpose()?;
         let mut new = Vec::new();
         self.scan.collect_written_and_rearm(self.scan.memory().all_pages(), &mut new)?;
-        if let Some(holes) = &mut self.holes {
-            let discarded = holes.find_discarded(&new)?;
+        if let (Some(holes), Some(discarded)) = (&self.holes, discarded) {
+            holes.record_written(&new);
             new = merge_runs([new, discarded].concat());
         }
         self.reported.extend_from_slice(&new);

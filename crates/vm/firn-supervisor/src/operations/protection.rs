@@ -179,7 +179,10 @@ impl VmProtectionCallbacks<'_> {
     fn hypervisor_exit(&self, error: Option<&GuestError>) -> Option<ProcessExit> {
         let wait = match error {
             Some(
-                GuestError::Devices(_) | GuestError::PastPageCache | GuestError::Mirror { .. },
+                GuestError::Devices(_)
+                | GuestError::PastPageCache
+                | GuestError::LargePages
+                | GuestError::Mirror { .. },
             )
             | None => Duration::ZERO,
             Some(error) if error.is_hang() => Duration::ZERO,
@@ -430,6 +433,7 @@ fn primary_failure(error: &ProtectionError) -> Failure {
         ProtectionError::Guest(
             GuestError::Refused(_)
             | GuestError::PastPageCache
+            | GuestError::LargePages
             | GuestError::Devices(_)
             | GuestError::Mirror { .. },
         )

@@ -890,6 +890,7 @@ fn save_failure(error: &SaveError) -> Failure {
         SaveError::Discarded { .. } => FailureKind::Discarded,
         SaveError::Fault(PageFaultError::Private)
         | SaveError::HugePagesGivenBack { .. }
+        | SaveError::PartlyShared
         | SaveError::LargePages => FailureKind::Refused,
         _ => FailureKind::Other,
     };

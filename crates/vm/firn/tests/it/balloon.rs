@@ -20,11 +20,11 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 const MIB: u64 = 1 << 20;
 /// RAM of the guest.
-const RAM: u64 = 192 * MIB;
+pub const RAM: u64 = 192 * MIB;
 /// Free memory that the guest does not write to before it gives memory back.
 const UNTOUCHED: u64 = 16 * MIB;
 /// What an inflated balloon leaves.
-const LITTLE: u64 = 152 * MIB;
+pub const LITTLE: u64 = 152 * MIB;
 
 /// The guest's writers: they leave it enough memory to give back.
 const WRITERS: [&str; 4] = ["--mib", "24", "--rate", "2000"];
@@ -34,10 +34,10 @@ const WRITERS: [&str; 4] = ["--mib", "24", "--rate", "2000"];
 const KERNEL_WORDS: &str = "init_on_alloc=0";
 
 /// A VM with a balloon.
-struct BalloonVm {
-    vm: Vm,
+pub struct BalloonVm {
+    pub vm: Vm,
     /// A monitor for the test.
-    monitor: PathBuf,
+    pub monitor: PathBuf,
     /// QEMU, if the test has started it.
     qemu: Option<Child>,
 }
@@ -45,15 +45,29 @@ struct BalloonVm {
 impl BalloonVm {
     /// Boots a guest with shared memory, whose saves stop at these points.
     fn shared(points: &[&str], device: &str) -> (Self, Stop) {
-        let (vm, monitor, stop) = Self::prepare(points, device);
+        let mut vm = Vm::new();
+        let stop = Stop::arm_all(&mut vm, points);
+        (Self::boot_shared(vm, device), stop)
+    }
+
+    /// The same in a session that may have been prepared.
+    pub fn boot_shared(vm: Vm, device: &str) -> Self {
+        let (vm, monitor) = Self::prepare(vm, device);
         let mut vm = vm.booted(&WRITERS);
         vm.session.arm(None);
-        (Self { vm, monitor, qemu: None }, stop)
+        Self { vm, monitor, qemu: None }
     }
 
     /// The same with private memory, as QEMU has it by itself.
     fn private(points: &[&str], device: &str) -> (Self, Stop) {
-        let (vm, monitor, stop) = Self::prepare(points, device);
+        let mut vm = Vm::new();
+        let stop = Stop::arm_all(&mut vm, points);
+        (Self::boot_private(vm, device), stop)
+    }
+
+    /// The same in a session that may have been prepared.
+    pub fn boot_private(vm: Vm, device: &str) -> Self {
+        let (vm, monitor) = Self::prepare(vm, device);
         let qmp = vm.session.path("qmp");
         let mut args = vm.qemu_args();
         args.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", text(&qmp))]);
@@ -65,16 +79,14 @@ impl BalloonVm {
         vm.session.firn(&["attach", "web", "--pid", &pid, "--qmp", text(&qmp)]).succeeds();
         let mut vm = vm.writing(&WRITERS);
         vm.session.arm(None);
-        (Self { vm, monitor, qemu: Some(qemu) }, stop)
+        Self { vm, monitor, qemu: Some(qemu) }
     }
 
-    fn prepare(points: &[&str], device: &str) -> (Vm, PathBuf, Stop) {
-        let mut vm = Vm::new();
-        let stop = Stop::arm_all(&mut vm, points);
+    fn prepare(vm: Vm, device: &str) -> (Vm, PathBuf) {
         let monitor = vm.session.path("test-qmp");
         let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
         let vm = vm.with_kernel_words(KERNEL_WORDS);
-        (vm.with(&["-device", device, "-qmp", &qmp]), monitor, stop)
+        (vm.with(&["-device", device, "-qmp", &qmp]), monitor)
     }
 
     /// Changes the balloon until the guest has this much memory.
@@ -92,16 +104,7 @@ impl BalloonVm {
     /// memory that it gives back, some has contents.
     fn make_garbage(&self) {
         self.balloon(RAM);
-        // A tmpfs has at most half of the guest's memory.
-        self.shell(&format!(
-            "free=$(awk '/MemFree/ {{ print $2 * 1024 }}' /proc/meminfo); half=$(((free - {UNTOUCHED}) / 2)); \
-             for file in /tmp/garbage /dev/shm/garbage; do yes garbage | head -c $half > $file; done; \
-             rm /tmp/garbage /dev/shm/garbage"
-        ));
-    }
-
-    fn shell(&self, script: &str) {
-        self.vm.control().run_program(&["sh", "-c", script]).unwrap();
+        self.vm.control().run_program(&["sh", "-c", &garbage_script()]).unwrap();
     }
 
     /// Saves, with a reference; calls `meanwhile` each time a try of the save stops at its point,
@@ -159,6 +162,15 @@ impl BalloonVm {
     }
 }
 
+/// Writes to all free memory but [`UNTOUCHED`], and frees it. A tmpfs has at most half of the guest's memory.
+pub fn garbage_script() -> String {
+    format!(
+        "free=$(awk '/MemFree/ {{ print $2 * 1024 }}' /proc/meminfo); half=$(((free - {UNTOUCHED}) / 2)); \
+         for file in /tmp/garbage /dev/shm/garbage; do yes garbage | head -c $half > $file; done; \
+         rm /tmp/garbage /dev/shm/garbage"
+    )
+}
+
 impl Drop for BalloonVm {
     fn drop(&mut self) {
         if let Some(mut qemu) = self.qemu.take() {
@@ -168,8 +180,8 @@ impl Drop for BalloonVm {
     }
 }
 
-const BALLOON: &str = "virtio-balloon-pci";
-const REPORTING: &str = "virtio-balloon-pci,free-page-reporting=on";
+pub const BALLOON: &str = "virtio-balloon-pci";
+pub const REPORTING: &str = "virtio-balloon-pci,free-page-reporting=on";
 
 /// A point stops once, so each of these stops another save: its number is that of the try.
 const AFTER_THE_CUT: &[&str] = &["save.tracing"];

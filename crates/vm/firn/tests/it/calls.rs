@@ -15,7 +15,10 @@ const KEY: &str = "8f0f6a9d3c0e4b7a5d2c1f9e8b7a6c5d4e3f2a1b0c9d8e7f6a5b4c3d2e1f0
 
 /// A guest whose application `ledger` may call, for up to so many pages.
 fn vm_with(pages: u32, how: &[&str]) -> Vm {
-    let vm = Vm::new();
+    boot_with(Vm::new(), pages, how)
+}
+
+fn boot_with(vm: Vm, pages: u32, how: &[&str]) -> Vm {
     let policy = vm.session.path("policy.toml");
     let entry = format!("[applications.ledger]\nkey = \"{KEY}\"\npages = {pages}\n");
     firn_files::replace_private(&policy, entry.as_bytes()).unwrap();
@@ -58,6 +61,40 @@ fn an_application_receives_its_writes_from_the_host() {
         assert_eq!(ended.exit, 0, "{job}: {} {}", ended.stdout, ended.stderr);
         assert!(ended.stdout.contains("\"wrong\":0"), "{}", ended.stdout);
     }
+}
+
+/// Guest calls, a balloon, and a disk that Firn serves work together. What does not is refused with its reason.
+#[test]
+fn calls_beside_a_balloon_and_a_served_disk() {
+    let vm = Vm::new().with(&["-device", "virtio-balloon-pci,free-page-reporting=on"]);
+    let vm = boot_with(vm, 100, &[]);
+    let exact = |image: &str, more: &[&str]| {
+        let reference = format!("{image}.ram");
+        let save = ["checkpoint", "web", "-o", image, "--reference", &reference];
+        let pre_copy = ["--strategy", "pre-copy"];
+        vm.session.firn(&[&save[..], &pre_copy, more].concat()).succeeds();
+        vm.session.firn(&["image", "compare", image, &reference]).succeeds();
+    };
+    let mut control = vm.control();
+    ledger(&mut control, &["--transactions", "500"]).unwrap();
+    exact("a.firn", &[]);
+    exact("b.firn", &["--parent", "a.firn"]);
+    ledger(&mut control, &["--transactions", "500"]).unwrap();
+    drop((control, vm));
+
+    let vm = Vm::new();
+    let disk = vm.session.path("served.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=none,id=d0,firn=on", text(&disk));
+    let served = ["-drive", &drive, "-device", "virtio-blk-pci,drive=d0"];
+    let vm = vm.with(&["-device", "virtio-balloon-pci"]).with(&served);
+    let vm = boot_with(vm, 100, &[]);
+    ledger(&mut vm.control(), &["--transactions", "500"]).unwrap();
+    let save = ["checkpoint", "web", "-o", "web.firn"];
+    vm.session.firn(&save).fails(5, "is served by Firn (firn=on)");
+    let address = format!("unix:{}", text(&vm.session.path("standby")));
+    vm.session.firn(&["protect", "web", "--to", &address]).fails(5, "(--calls)");
+    ledger(&mut vm.control(), &["--transactions", "500"]).unwrap();
 }
 
 #[test]

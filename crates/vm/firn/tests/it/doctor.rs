@@ -160,16 +160,84 @@ fn doctor_lists_the_operations_that_a_vm_permits() {
     assert_eq!(protect.1, "works", "its disk is mirrored: {protect:?}");
     session.firn(&["stop", "mine"]).succeeds();
     assert_eq!(private.ended().code(), Some(0));
-    // A balloon is a limit, and only protection refuses it.
+    // A balloon is a limit for saves only.
     let balloon = OwnQemu::start(&session, &["-device", "virtio-balloon-pci"]);
     balloon.attach(&session, "soft");
     let now = checks(&session.firn(&["--json", "doctor", "soft"]));
     let verdict = |name: &str| now.iter().find(|row| row.0 == name).unwrap().1.clone();
     assert_eq!(verdict("checkpoint"), "limited", "{now:?}");
-    assert_eq!(verdict("protect"), "refused", "{now:?}");
+    assert_eq!(verdict("protect"), "works", "{now:?}");
     let refused = commands_do_what_doctor_says(&session, "soft");
     assert_eq!(refused, ["checkpoint --strategy trace"]);
     session.firn(&["stop", "soft"]).succeeds();
+    drop(balloon);
+    doctor_refuses_memory_whose_holes_are_not_known(&session);
     session.firn(&["doctor", "none"]).fails(3, "there is no VM called none");
     session.firn(&["doctor", "--pid", "1"]).fails(2, "required arguments were not provided: --qmp");
+}
+
+/// What a balloon gives back is not recognized if RAM is of two kinds, or may be in large pages.
+fn doctor_refuses_memory_whose_holes_are_not_known(session: &Session) {
+    let huge = HugeMount::at(session.path("huge"));
+    let in_large_pages = huge.as_ref().map(|huge| {
+        let file = format!(
+            "memory-backend-file,id=ram,size=64M,share=on,mem-path={}",
+            text(&huge.0.join("ram"))
+        );
+        (
+            vec!["-object".to_owned(), file, "-machine".into(), "memory-backend=ram".into()],
+            "large pages",
+        )
+    });
+    let of_two_kinds = [
+        "-object",
+        "memory-backend-memfd,id=a,size=32M,share=on",
+        "-object",
+        "memory-backend-ram,id=b,size=32M",
+        "-numa",
+        "node,memdev=a",
+        "-numa",
+        "node,memdev=b",
+    ];
+    let of_two_kinds = (of_two_kinds.map(str::to_owned).to_vec(), "a part of its RAM");
+    for (words, why) in in_large_pages.into_iter().chain([of_two_kinds]) {
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let qemu =
+            OwnQemu::start(session, &[&["-device", "virtio-balloon-pci"], &words[..]].concat());
+        qemu.attach(session, "soft");
+        let now = checks(&session.firn(&["--json", "doctor", "soft"]));
+        for name in ["checkpoint --strategy pre-copy", "protect"] {
+            let row = now.iter().find(|row| row.0 == name).unwrap();
+            assert!(row.1 == "refused" && row.2.contains(why), "{why}: {row:?}");
+        }
+        let address = format!("unix:{}", text(&session.path("standby")));
+        session.firn(&["protect", "soft", "--to", &address]).fails(5, why);
+        session.firn(&["checkpoint", "soft", "-o", "soft.firn", "--strategy", "cow"]).fails(5, why);
+        session.firn(&["stop", "soft"]).succeeds();
+    }
+}
+
+/// A file system whose files may be in large pages; it ends with this value.
+struct HugeMount(std::path::PathBuf);
+
+impl HugeMount {
+    /// `None` if this machine has none for us.
+    fn at(path: std::path::PathBuf) -> Option<Self> {
+        std::fs::create_dir(&path).unwrap();
+        let mount = ["-t", "tmpfs", "-o", "huge=always,size=128m", "firn-test", text(&path)];
+        let done = std::process::Command::new("mount").args(mount).output().unwrap();
+        match done.status.success() {
+            true => Some(Self(path)),
+            false => {
+                firn_skip::skip_test(String::from_utf8_lossy(&done.stderr));
+                None
+            }
+        }
+    }
+}
+
+impl Drop for HugeMount {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("--lazy").arg(&self.0).output();
+    }
 }

@@ -24,6 +24,7 @@ fn booted(vm: Vm) -> Vm {
         words.push("-device".to_owned());
         words.push(format!("virtio-blk-pci,drive=d{number}"));
     }
+    words.extend(["-device", "virtio-balloon-pci,free-page-reporting=on"].map(str::to_owned));
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let vm = vm.with(&words).booted_with(&[]);
     let mut control = vm.control();

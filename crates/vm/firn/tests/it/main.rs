@@ -51,6 +51,7 @@ mod path_table;
 mod pause;
 mod pool;
 mod protect;
+mod protected_balloon;
 mod proxmox;
 mod restorable;
 mod save_limits;

@@ -1,6 +1,7 @@
 //! Disks of a user's own QEMU that are mirrored while it is protected: they fail over with memory, and stay the user's own.
 
 use std::path::Path;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use firn_lab::guest::{GuestControl, JobState};
@@ -23,8 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// How often a VM is killed. More by the environment.
 const ROUNDS: &str = "FIRN_ROUNDS";
 
-/// A guest in a user's own QEMU, with a qcow2 disk that has a backing file and no id, a raw disk as a graph of nodes, and a card;
-/// attached. It writes to its disks, and checks what it wrote by what is in its memory. A client counts with it.
+/// A guest in a user's own QEMU, with a qcow2 disk that has a backing file and no id, a raw disk as a graph of nodes, a card and a
+/// balloon; attached. It writes to its disks, and checks what it wrote by what is in its memory. A client counts with it.
 fn attached(outside: &Outside) -> (Vm, OwnQemu) {
     let vm = Vm::one_of_hosts();
     let (uplink, path) = (vm.session.path("uplink"), |name| vm.session.path(name));
@@ -48,6 +49,8 @@ fn attached(outside: &Outside) -> (Vm, OwnQemu) {
         &netdev,
         "-device",
         "virtio-net-pci,netdev=net,romfile=",
+        "-device",
+        "virtio-balloon-pci,free-page-reporting=on",
     ]);
     let qemu = OwnQemu::guest(&vm);
     drop(vm.control());
@@ -63,7 +66,7 @@ fn attached(outside: &Outside) -> (Vm, OwnQemu) {
 }
 
 /// Objects, character devices, jobs, nodes and network, without the sizes of files.
-fn state(monitor: &mut QemuVm) -> Value {
+pub fn state(monitor: &mut QemuVm) -> Value {
     let mut state = graph(monitor);
     for node in state["nodes"].as_array_mut().unwrap() {
         *node = json!([node["node-name"], node["drv"], node["file"], node["ro"]]);
@@ -78,6 +81,18 @@ fn requests(vm: &Vm, number: usize) -> u64 {
     let report = vm.disk_report(number);
     assert_eq!(report["wrong"], 0, "disk{number}: {report}");
     report["progress"].as_u64().unwrap()
+}
+
+/// Changes the balloon's size until the QEMU ends.
+fn change_balloon(mut monitor: QemuVm) -> JoinHandle<()> {
+    std::thread::spawn(move || {
+        for size in [168_u64 << 20, 192 << 20].into_iter().cycle() {
+            if monitor.qmp().execute("balloon", json!({ "value": size })).is_err() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    })
 }
 
 /// The guest continues to write to its disks, and has checked many blocks from before.
@@ -137,6 +152,7 @@ fn a_lost_vm_continues_with_disks_that_agree_with_its_memory() {
         let outside = Outside::start();
         let (vm, mut qemu) = attached(&outside);
         let session = &vm.session;
+        let balloon = change_balloon(qemu.monitor());
         protect(&vm, "web", standby_called(&vm, "twin"), &[]);
         let status = session.status("web");
         eprintln!("round {round}: {}", status["protection"]);
@@ -146,6 +162,7 @@ fn a_lost_vm_continues_with_disks_that_agree_with_its_memory() {
         std::thread::sleep(some_time());
         kill_standby(&vm, "web");
         qemu.child.wait().unwrap();
+        balloon.join().unwrap();
         let has_ended = || session.status("twin")["standby"]["ended"].is_string();
         eventually("the end", PATIENCE, has_ended);
         session.firn(&["failover", "twin"]).succeeds();

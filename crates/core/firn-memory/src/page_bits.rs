@@ -7,30 +7,30 @@ use firn_types::Page;
 
 /// A set of pages.
 #[derive(Debug)]
-pub(crate) struct AtomicPageSet(Vec<AtomicU64>);
+pub struct AtomicPageSet(Vec<AtomicU64>);
 
 impl AtomicPageSet {
     /// An empty set of pages below `total`.
-    pub(crate) fn new(total: u32) -> Self {
+    pub fn new(total: u32) -> Self {
         Self((0..total.div_ceil(64)).map(|_| AtomicU64::new(0)).collect())
     }
 
     /// Adds pages.
-    pub(crate) fn add_pages(&self, pages: Range<Page>) {
+    pub fn add_pages(&self, pages: Range<Page>) {
         for page in Page::iter_range(pages) {
             self.word_of(page).fetch_or(bit_of(page), Ordering::AcqRel);
         }
     }
 
     /// Removes pages.
-    pub(crate) fn remove_pages(&self, pages: Range<Page>) {
+    pub fn remove_pages(&self, pages: Range<Page>) {
         for page in Page::iter_range(pages) {
             self.word_of(page).fetch_and(!bit_of(page), Ordering::AcqRel);
         }
     }
 
     /// The pages of a range that are in the set, in runs, in order.
-    pub(crate) fn runs_in(&self, range: Range<Page>) -> Vec<Range<Page>> {
+    pub fn runs_in(&self, range: Range<Page>) -> Vec<Range<Page>> {
         let mut runs: Vec<Range<Page>> = Vec::new();
         let is_in = |page| self.word_of(page).load(Ordering::Acquire) & bit_of(page) != 0;
         for page in Page::iter_range(range).filter(|&page| is_in(page)) {
@@ -43,11 +43,11 @@ impl AtomicPageSet {
         runs
     }
 
-    /// The pages of the set that are in none of these runs, which are in order.
-    pub(crate) fn runs_outside(&self, runs: &[Range<Page>]) -> Vec<Range<Page>> {
-        let total = Page((self.0.len() * 64) as u32);
-        let starts = std::iter::once(Page(0)).chain(runs.iter().map(|run| run.end));
-        let ends = runs.iter().map(|run| run.start).chain(std::iter::once(total));
+    /// The pages of a range that are in the set and in none of these runs, which are in order and in
+    /// the range.
+    pub fn runs_outside(&self, range: Range<Page>, runs: &[Range<Page>]) -> Vec<Range<Page>> {
+        let starts = std::iter::once(range.start).chain(runs.iter().map(|run| run.end));
+        let ends = runs.iter().map(|run| run.start).chain(std::iter::once(range.end));
         starts.zip(ends).flat_map(|(start, end)| self.runs_in(start..end)).collect()
     }
 
@@ -84,8 +84,10 @@ mod tests {
         let bits = AtomicPageSet::new(100);
         bits.add_pages(page(10..20));
         bits.add_pages(page(98..100));
-        assert_eq!(bits.runs_outside(&[page(0..12), page(15..50)]), [12..15, 98..100].map(page));
-        assert_eq!(bits.runs_outside(&[]), [10..20, 98..100].map(page));
-        assert_eq!(bits.runs_outside(&[page(0..100)]), []);
+        let outside = |range, runs: &[Range<Page>]| bits.runs_outside(page(range), runs);
+        assert_eq!(outside(0..100, &[page(0..12), page(15..50)]), [12..15, 98..100].map(page));
+        assert_eq!(outside(0..100, &[]), [10..20, 98..100].map(page));
+        assert_eq!(outside(0..99, &[page(10..20)]), [page(98..99)]);
+        assert_eq!(outside(0..100, &[page(0..100)]), []);
     }
 }
