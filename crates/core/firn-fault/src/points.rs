@@ -173,6 +173,11 @@ pub const POINTS: &[&str] = &[
     "store.part",
     "store.complete",
     "store.completed",
+    // The supervisor uploads an image that it has saved: the file is whole, the object is complete, the
+    // journal has that.
+    "upload.begin",
+    "upload.pushed",
+    "upload.recorded",
     // The server of the cache of objects: bytes have come, are about to be written, are written, are on
     // the disk; no bit is set for them yet.
     "cache.fetched",

@@ -25,6 +25,12 @@ impl Image {
         self.prefetch_blocks(self.working_set())
     }
 
+    /// Whether bytes of its files are in object storage only. False if they were all fetched before, by
+    /// this process or before it opened the image.
+    pub fn is_in_store(&self) -> bool {
+        self.layers().iter().any(|layer| layer.source.lacks_bytes())
+    }
+
     fn prefetch_blocks(&self, blocks: &[Block]) -> Result<(), ImageError> {
         let mut seen = HashSet::new();
         let ids = blocks.iter().filter_map(|&block| Some(self.entry_of(block)?.0));

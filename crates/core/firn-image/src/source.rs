@@ -114,6 +114,11 @@ impl ImageFile {
         }
     }
 
+    /// Whether bytes of the file have to be fetched from object storage, as far as is known.
+    pub(crate) fn lacks_bytes(&self) -> bool {
+        self.open_file().cached.as_ref().is_some_and(|cached| !cached.has_bytes(0, self.len))
+    }
+
     /// Fetches all of an object that is missing in the cache.
     pub(crate) fn fetch_all(&self) -> Result<(), ImageError> {
         let failed = |source| ImageError::Io { step: "fetch", path: self.path.clone(), source };

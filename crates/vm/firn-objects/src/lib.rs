@@ -50,5 +50,5 @@ pub use firn_cache::{LocationError, StoreLocation, is_location};
 pub use list::{StoredImage, list_images};
 pub use parts::TransferProgress;
 pub use pull::{PulledFile, pull_image};
-pub use push::{PushOptions, PushedFile, push_image};
+pub use push::{PushOptions, PushedFile, check_new_image, push_image};
 pub use remove::{RemovedObject, remove_image};

@@ -93,6 +93,23 @@ pub fn push_image(
     Ok(pushed)
 }
 
+/// Checks in advance that an image could be pushed: the store can be used, and nothing has the name.
+///
+/// # Errors
+/// If it could not.
+pub fn check_new_image(at: &StoreLocation) -> Result<(), StoreError> {
+    if at.key.is_empty() {
+        return Err(StoreError::NoObjectName(at.clone()));
+    }
+    let storage = ObjectStorage::open(at, PutRule::Create)?;
+    storage.check_writable(at)?;
+    match storage.read_outline(at) {
+        Ok(None) => Ok(()),
+        Ok(Some(_)) | Err(StoreError::Damaged { .. }) => Err(StoreError::Taken(at.clone())),
+        Err(error) => Err(error),
+    }
+}
+
 /// Checks an image that is not sealed. For one that is, no key is needed: its files are pushed as they
 /// are.
 fn open_unsealed(path: &Path) -> Result<(), StoreError> {

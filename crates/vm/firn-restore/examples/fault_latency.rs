@@ -169,7 +169,7 @@ fn restore(
         RunningRestore::begin(image.clone(), memory, faults, options, presence, on_fatal).unwrap();
     guest.send(0, &command(touches, pause));
     let result = guest.result(0);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     restore.wait().unwrap();
     let stopped = restore.stop().unwrap();
     assert_eq!(guest.ask(0, &format!("sum 0 {PAGES}")), model.sum(0..PAGES as u32));

@@ -72,12 +72,43 @@ impl FromStr for RestoreMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackgroundFill {
-    /// Everything, while the guest seldom waits for storage.
+    /// Everything, from the beginning, while the guest seldom waits for storage.
     #[default]
-    Quiet,
+    AtOnce,
+    /// Everything, once the guest is responsive, with half of the storage's time: where reads cost
+    /// money, or a share of a link that others use.
+    WhenResponsive,
     /// Nothing: memory that the guest does not touch is never read, and the restore does not end by
     /// itself. For experiments; [`crate::RunningRestore::set_fill`] ends it.
     Off,
+}
+
+impl BackgroundFill {
+    const NAMES: [(Self, &'static str); 3] =
+        [(Self::AtOnce, "at-once"), (Self::WhenResponsive, "when-responsive"), (Self::Off, "off")];
+}
+
+impl fmt::Display for BackgroundFill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(fill, _)| fill == self).map_or("", |(_, name)| name);
+        f.write_str(name)
+    }
+}
+
+/// A word that is no [`BackgroundFill`] of a user's.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{0:?} is neither at-once nor when-responsive")]
+pub struct BackgroundFillError(String);
+
+impl FromStr for BackgroundFill {
+    type Err = BackgroundFillError;
+
+    fn from_str(word: &str) -> Result<Self, BackgroundFillError> {
+        let found = Self::NAMES.iter().find(|(_, name)| *name == word);
+        let is_for_users = |fill: &Self| *fill != Self::Off;
+        let found = found.map(|(fill, _)| *fill).filter(is_for_users);
+        found.ok_or_else(|| BackgroundFillError(word.to_owned()))
+    }
 }
 
 /// What happens to a VM whose guest needs a page that can't be read or installed.
@@ -144,6 +175,10 @@ pub struct RestoreOptions {
     pub found_late: Option<f64>,
     /// What is read without the guest waiting for it.
     pub fill: BackgroundFill,
+    /// Bytes of the image are in object storage. There, requests run beside each other, and another
+    /// process has requested the working set already: nothing is gained by long reads in stored order,
+    /// and what is read beside them costs money.
+    pub is_in_store: bool,
     /// Maximum number of bytes of the image held in memory, besides what is being read.
     pub held_bytes_max: u64,
     /// Count which prefetched pages the guest touches later (Halite, section 8.1.2; Zhang et al.,
@@ -168,6 +203,7 @@ impl Default for RestoreOptions {
             known_latency: None,
             found_late: None,
             fill: BackgroundFill::default(),
+            is_in_store: false,
             held_bytes_max: 16 << 20,
             account_use: false,
             since: Instant::now(),
@@ -198,12 +234,12 @@ impl RestoreOptions {
 
     /// Whether the restore adapts to the storage.
     pub(crate) fn is_adaptive_to_storage(&self) -> bool {
-        matches!(self.mode, RestoreMode::Auto | RestoreMode::WorkingSet)
+        matches!(self.mode, RestoreMode::Auto | RestoreMode::WorkingSet) && !self.is_in_store
     }
 
     /// Whether prefetching may read everything.
     pub(crate) fn may_read_all(&self) -> bool {
-        self.mode == RestoreMode::Auto && self.fill == BackgroundFill::Quiet && !self.account_use
+        self.mode == RestoreMode::Auto && self.fill == BackgroundFill::AtOnce && !self.account_use
     }
 
     /// The memory blocks that are expected to be used, in the order in which they are wanted.
@@ -232,7 +268,8 @@ impl RestoreOptions {
         PageServerRules {
             run_max: self.run_max(unit_bytes),
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
-            fill: self.fill == BackgroundFill::Quiet,
+            fill: self.fill != BackgroundFill::Off,
+            is_fill_late: self.fill == BackgroundFill::WhenResponsive,
             account_use: self.account_use,
             unit_bytes,
             expected_misses: self.expected_misses(),
@@ -257,6 +294,29 @@ mod tests {
             assert_eq!(serde_json::to_value(mode).unwrap(), name);
         }
         assert!("lazily".parse::<RestoreMode>().is_err());
+    }
+
+    #[test]
+    fn a_user_does_not_turn_the_fill_off() {
+        for (fill, name) in BackgroundFill::NAMES {
+            assert_eq!(fill.to_string(), name);
+            assert_eq!(serde_json::to_value(fill).unwrap(), name);
+        }
+        assert_eq!("when-responsive".parse(), Ok(BackgroundFill::WhenResponsive));
+        assert!("off".parse::<BackgroundFill>().is_err());
+    }
+
+    #[test]
+    fn what_is_in_a_store_is_not_read_whole() {
+        let options = RestoreOptions {
+            fill: BackgroundFill::WhenResponsive,
+            is_in_store: true,
+            known_latency: Some(Duration::from_millis(20)),
+            ..RestoreOptions::default()
+        };
+        let rules = options.server_rules(65_536);
+        assert!(rules.fill && rules.is_fill_late);
+        assert!(!rules.may_read_all && !rules.is_adaptive && rules.known_latency.is_none());
     }
 
     #[test]

@@ -328,7 +328,7 @@ impl SharedRestore {
     pub(crate) fn set_fill(&self, fill: BackgroundFill) {
         let mut inner = self.lock_state();
         let is_alone = self.is_orphaned.load(Ordering::Acquire);
-        let stir = inner.server.set_fill(is_alone || fill == BackgroundFill::Quiet);
+        let stir = inner.server.set_fill(is_alone || fill != BackgroundFill::Off);
         self.wake_threads(inner, stir);
     }
 
@@ -336,7 +336,7 @@ impl SharedRestore {
     /// the background fill off: no other process fills the template.
     pub(crate) fn begin_own_fill(&self) {
         self.is_orphaned.store(true, Ordering::Release);
-        self.set_fill(BackgroundFill::Quiet);
+        self.set_fill(BackgroundFill::AtOnce);
     }
 
     /// These pages are filled in the template: no vCPU waits for storage because of them any more.

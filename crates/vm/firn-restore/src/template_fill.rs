@@ -12,14 +12,14 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_fault::pass_point;
 use firn_image::{BlockEntry, Image, LocalityBlockId};
 use firn_memory::template::{TemplateError, TemplateWriter};
 
 use crate::error::RestoreError;
-use crate::options::{RestoreMode, RestoreOptions};
+use crate::options::{BackgroundFill, RestoreMode, RestoreOptions};
 use crate::server::{CoalescingRules, order_requests};
 use crate::storage::UnitStorage;
 
@@ -31,6 +31,10 @@ const NICE: i32 = 10;
 
 /// The pause before the next pass.
 const PASS_PAUSE: Duration = Duration::from_millis(500);
+
+/// From object storage, what the guests are not expected to use is filled this long after the beginning:
+/// the holder does not know whether the guests are responsive.
+const LATE_FILL_PAUSE: Duration = Duration::from_secs(10);
 
 /// How often a pausing thread checks whether it is to end.
 const CHECK_INTERVAL: Duration = Duration::from_millis(10);
@@ -46,6 +50,10 @@ struct FillJob {
     template: Arc<TemplateWriter>,
     /// Neighbouring units to read at once, in the order in which they are read.
     requests: Vec<Range<u32>>,
+    /// The number of requests, from the first, for what the guests are expected to use.
+    expected: usize,
+    /// When the others begin, if they wait. Each of them is followed by a pause of the same length.
+    late_at: Option<Instant>,
     next: Mutex<usize>,
     must_end: AtomicBool,
 }
@@ -58,9 +66,12 @@ impl TemplateFill {
         template: Arc<TemplateWriter>,
     ) -> Self {
         let storage = UnitStorage::new(Arc::clone(&image), RestoreMode::Locality);
-        let requests = list_requests(&image, &storage, options);
+        let is_late = options.fill == BackgroundFill::WhenResponsive;
+        let (requests, expected) = list_requests(&image, &storage, options, is_late);
+        let late_at = is_late.then(|| Instant::now() + LATE_FILL_PAUSE);
         let (next, must_end) = (Mutex::new(0), AtomicBool::new(false));
-        let job = Arc::new(FillJob { storage, template, requests, next, must_end });
+        let job =
+            Arc::new(FillJob { storage, template, requests, expected, late_at, next, must_end });
         let threads = (0..THREAD_COUNT).filter_map(|_| spawn_thread(&job)).collect();
         Self { job, threads }
     }
@@ -80,23 +91,25 @@ impl std::fmt::Debug for TemplateFill {
     }
 }
 
-/// All units of the image: those of the expected blocks first.
+/// All units of the image, those of the expected blocks first; and the number of requests for these, if
+/// the others come late.
 fn list_requests(
     image: &Image,
     storage: &UnitStorage,
     options: &RestoreOptions,
-) -> Vec<Range<u32>> {
+    is_late: bool,
+) -> (Vec<Range<u32>>, usize) {
     let units = image.locality_blocks();
     let expected = options.expected_blocks(image);
     let expected = expected.iter().filter_map(|&block| image.entry_of(block).map(|(id, _)| id.0));
     let all = (0..units).filter(|&unit| !image.entries(LocalityBlockId(unit)).is_empty());
+    let rules = CoalescingRules::low_latency(options.run_max(storage.unit_bytes()));
     let mut order: Vec<u32> = expected.collect();
+    let first = if is_late { order_requests(&order, units, rules) } else { Vec::new() };
     order.extend(all);
-    order_requests(
-        &order,
-        units,
-        CoalescingRules::low_latency(options.run_max(storage.unit_bytes())),
-    )
+    let rest = order_requests(&order, units, rules);
+    let count = first.len();
+    (first.into_iter().chain(rest).collect(), count)
 }
 
 fn spawn_thread(job: &Arc<FillJob>) -> Option<JoinHandle<()>> {
@@ -112,9 +125,13 @@ impl FillJob {
         let _ = rustix::process::setpriority_process(None, NICE);
         let mut raw = vec![0; self.storage.image().geometry().block_size.byte_count()];
         while let Some(request) = self.next_request() {
+            let began = Instant::now();
             if let Err(error) = self.fill_units(&request, &mut raw) {
                 tracing::debug!("the template is not filled at units {request:?}: {error}");
                 self.return_later();
+            }
+            if self.late_at.is_some_and(|at| began >= at) {
+                self.pause(began.elapsed());
             }
         }
     }
@@ -124,23 +141,33 @@ impl FillJob {
     }
 
     fn next_request(&self) -> Option<Range<u32>> {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let request = self.requests.get(*next).filter(|_| !self.must_end())?.clone();
-        *next += 1;
-        // Under the lock: where a test waits, no thread fills.
-        pass_point("template.fill");
-        Some(request)
+        loop {
+            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            let request = self.requests.get(*next).filter(|_| !self.must_end())?.clone();
+            if *next >= self.expected && self.late_at.is_some_and(|at| Instant::now() < at) {
+                drop(next);
+                std::thread::sleep(CHECK_INTERVAL);
+                continue;
+            }
+            *next += 1;
+            // Under the lock: where a test waits, no thread fills.
+            pass_point("template.fill");
+            return Some(request);
+        }
     }
 
     /// After a pause all units are checked again.
     fn return_later(&self) {
-        let mut left = PASS_PAUSE;
-        while !left.is_zero() && !self.must_end() {
-            std::thread::sleep(CHECK_INTERVAL);
-            left = left.saturating_sub(CHECK_INTERVAL);
-        }
+        self.pause(PASS_PAUSE);
         self.storage.reopen_image();
         *self.next.lock().unwrap_or_else(PoisonError::into_inner) = 0;
+    }
+
+    fn pause(&self, time: Duration) {
+        let until = Instant::now() + time;
+        while !self.must_end() && Instant::now() < until {
+            std::thread::sleep(CHECK_INTERVAL.min(time));
+        }
     }
 
     fn fill_units(&self, units: &Range<u32>, raw: &mut [u8]) -> Result<(), FillError> {

@@ -29,7 +29,7 @@ const PAGES_MAX: u32 = 4096;
 /// Follows the template until the restore is over.
 pub(crate) fn follow_template(shared: &SharedRestore) {
     let (mut seen, mut interval) = (Vec::new(), INTERVAL_MIN);
-    let mut is_filling = shared.options.fill == BackgroundFill::Quiet;
+    let mut is_filling = shared.options.fill != BackgroundFill::Off;
     let template = shared.faults.template();
     while !shared.is_over() {
         // What was filled before the holder ended is in the template.

@@ -222,7 +222,9 @@ pub fn send_request(
             SupervisorRequest::Checkpoint(_)
             | SupervisorRequest::Suspend(_)
             | SupervisorRequest::SealedCheckpoint(_)
-            | SupervisorRequest::SealedSuspend(_) => {
+            | SupervisorRequest::SealedSuspend(_)
+            | SupervisorRequest::StoredCheckpoint(_)
+            | SupervisorRequest::StoredSuspend(_) => {
                 if let Some(result) = result_after_save(base, &vm, before.as_ref()) {
                     return result;
                 }

@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use firn_image::unlock_chain;
+use firn_restore::BackgroundFill;
 use firn_vmm::command_line::{self, CommandOverrides, HostEndpoint};
 
 use crate::client;
@@ -31,7 +32,12 @@ impl NewFamily {
     ///
     /// # Errors
     /// If the image can't be opened, or the host lacks something.
-    pub fn start(base: &RuntimeDir, image: &Path, learn: bool) -> Result<Self, Failure> {
+    pub fn start(
+        base: &RuntimeDir,
+        image: &Path,
+        learn: bool,
+        fill: Option<BackgroundFill>,
+    ) -> Result<Self, Failure> {
         const STARTING: &str = "starting the holder of a template";
         let families = base.families_dir();
         base.create_private()
@@ -40,7 +46,7 @@ impl NewFamily {
         remove_dead_families(&families);
         let mut child = spawn::spawn_template_holder(base).while_doing(STARTING)?;
         let keys = unlock_chain(image).map_err(|error| failure::image_failure(&error))?;
-        let plan = TemplatePlan { image: image.to_owned(), keys, families, learn };
+        let plan = TemplatePlan { image: image.to_owned(), keys, families, learn, fill };
         if let Some(mut to) = child.stdin.take() {
             // A holder that ends before it has read the plan sends the reason in its reply.
             let _ = control_protocol::write_message(&mut to, &plan);

@@ -72,6 +72,8 @@ pub use operations::vm_checks::{OperationCheck, OperationVerdict};
 pub use processes::identity::{ProcessHandle, ProcessIdentity};
 pub use processes::runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
 pub use processes::spawn::{GUARD, HOLD_TEMPLATE, RECOVER, SUPERVISE, WATCHER};
+pub use processes::state_dir::spool_dir;
+pub use processes::store_program::StoreProgram;
 pub use records::control_protocol::{
     FailoverMember, FailoverRequest, MemberCard, MemberRequest, OperationProgress, ProtectRequest,
     RestoreDisks, RestoreOutage, RestoreProgress, SaveChoices, SaveDisks, SaveRequest, StopRequest,
@@ -88,6 +90,7 @@ pub use records::name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, V
 pub use records::percentiles::Percentiles;
 pub use records::process_exit::ProcessExit;
 pub use records::restored_domain::{LibvirtTarget, RestoredDomain};
+pub use records::store_target::{StoreCredentials, StoreTarget};
 pub use recovery::force::stop_by_force;
 pub use recovery::guard::{run_guard, run_watcher};
 pub use recovery::suggested_command::{

@@ -1,7 +1,7 @@
 //! `firn checkpoint`
 
 use std::num::NonZeroU64;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
@@ -17,8 +17,10 @@ use firn_types::{BlockSize, make_printable};
 use crate::bar::TerminalBar;
 use crate::choices::{Choice, accept_words, parse_choice};
 use crate::every::PeriodicCheckpoints;
+use crate::image::stored::refuse_location;
 use crate::keys::{SealArgs, keys_of};
 use crate::output::{FactPrinter, check_directory, check_input, check_output, check_output_kind};
+use crate::spool::{find_location, plan_upload, remove_unused};
 use crate::units;
 
 const STRATEGIES: &[Choice] = &[
@@ -91,6 +93,11 @@ const DISK_METHODS: &[Choice] = &[
 /// open descriptors), and devices whose writes to memory Firn can't trace (VFIO, vhost-user).
 /// --accept-unrestorable makes the image nevertheless, and records the reasons in it.
 ///
+/// With --output s3://BUCKET/KEY the image goes to object storage. It is saved to a file first (--spool),
+/// while the VM runs; the file is pushed as `firn image push` does that, and removed. The command
+/// succeeds when the object is there. If the upload fails, the file stays, and the error has the command
+/// that pushes it. The image has no parent, and a VM whose disks need snapshots is refused.
+///
 /// If this command is interrupted the checkpoint continues; `firn status` shows it.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
@@ -100,6 +107,7 @@ const DISK_METHODS: &[Choice] = &[
   firn checkpoint web -o web-2.firn --parent web.firn
   firn checkpoint web -o web.firn --recipient-file ops.age
   firn checkpoint web -o web.firn --every 30s --keep 20
+  firn checkpoint web -o s3://vms/prod/web.firn
   firn checkpoint web -o web.firn --disk-snapshot /etc/firn/lvm-snapshot")]
 pub struct CheckpointArgs {
     /// The VM.
@@ -164,9 +172,13 @@ pub struct CheckpointArgs {
 /// The options of both `checkpoint` and `suspend`.
 #[derive(Debug, ClapArgs)]
 pub struct ImageArgs {
-    /// The image to write.
+    /// The image to write: a file, or a location in object storage, s3://BUCKET/KEY.
     #[arg(long, short, value_name = "IMAGE")]
     output: PathBuf,
+    /// For an image in object storage: the directory in which its file is until it is uploaded. By
+    /// default /var/lib/firn/spool for root, and ~/.local/state/firn/spool.
+    #[arg(long, value_name = "DIR")]
+    spool: Option<PathBuf>,
     /// The compression of memory: none, lz4, zstd[:LEVEL] or zlib[:LEVEL].
     #[arg(long)]
     codec: Option<Codec>,
@@ -251,8 +263,12 @@ impl ImageArgs {
     /// # Errors
     /// If no image can be written there. Then nothing was sent to the VM's supervisor.
     pub fn save_request(&self) -> Result<SaveRequest, Failure> {
-        check_output(&self.output)?;
-        self.parent.as_deref().map_or(Ok(()), check_input)?;
+        let location = find_location(&self.output);
+        match location {
+            Some(_) => self.check_upload()?,
+            None => self.check_file_output()?,
+        }
+        self.parent.as_deref().map_or(Ok(()), check_parent)?;
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
         let choices = SaveChoices {
             codec: self.codec,
@@ -267,12 +283,53 @@ impl ImageArgs {
             ..SaveChoices::default()
         };
         let keys = self.parent.as_deref().map_or(Ok(Vec::new()), keys_of)?;
-        let image = absolute_path(&self.output)?;
-        Ok(SaveRequest { image, choices, keys, cancel_with_client: false })
+        let (image, store) = match location {
+            Some(location) => {
+                let (image, store) = plan_upload(location, self.spool.as_deref())?;
+                (image, Some(store))
+            }
+            None => (absolute_path(&self.output)?, None),
+        };
+        Ok(SaveRequest { image, choices, keys, store, cancel_with_client: false })
+    }
+
+    fn check_file_output(&self) -> Result<(), Failure> {
+        if self.spool.is_some() {
+            let text = "--spool is for images in object storage";
+            let hint = "name an object: --output s3://BUCKET/KEY";
+            return Err(Failure::new(FailureKind::Usage, text).with_hint(hint));
+        }
+        check_output(&self.output)
+    }
+
+    /// Refuses what a save to object storage can't do.
+    fn check_upload(&self) -> Result<(), Failure> {
+        if self.parent.is_none() {
+            return Ok(());
+        }
+        let text = "an image in object storage is saved whole, without a parent";
+        let hint = "save it to a file beside its parent, and push both: firn image push --chain";
+        Err(Failure::new(FailureKind::Usage, text).with_hint(hint))
     }
 }
 
+/// Checks in advance that an image can be built on.
+fn check_parent(parent: &Path) -> Result<(), Failure> {
+    refuse_location(parent, "pull")?;
+    check_input(parent)
+}
+
 impl CheckpointArgs {
+    /// Refuses a series in object storage: its images build on each other.
+    fn refuse_stored_series(&self) -> Result<(), Failure> {
+        if self.every.is_none() || find_location(&self.image.output).is_none() {
+            return Ok(());
+        }
+        let text = "--every makes images that build on each other, in files of one directory";
+        let hint = "save them to files, and push the newest: firn image push --chain";
+        Err(Failure::new(FailureKind::Usage, text).with_hint(hint))
+    }
+
     /// Refuses limits that the strategy can't keep.
     fn check_limits(&self) -> Result<(), Failure> {
         // The default with a parent.
@@ -289,6 +346,7 @@ impl CheckpointArgs {
 
     /// Runs the verb.
     pub fn run(&self, out: FactPrinter) -> Result<(), Failure> {
+        self.refuse_stored_series()?;
         let mut request = self.image.save_request()?;
         request.cancel_with_client = self.cancel;
         request.choices.strategy = self.strategy;
@@ -334,14 +392,20 @@ impl CheckpointArgs {
     }
 }
 
-/// Requests a save, and shows its progress.
+/// Requests a save, and shows its progress. If it fails, no empty directory is left.
 pub fn request_save(
     base: &RuntimeDir,
     name: &VmName,
     request: &SupervisorRequest,
 ) -> Result<serde_json::Value, Failure> {
     let mut bar = TerminalBar::new();
-    send_request(base, name, request, &mut |progress| bar.show_progress(progress))
+    let saved = send_request(base, name, request, &mut |progress| bar.show_progress(progress));
+    if let SupervisorRequest::StoredCheckpoint(save) | SupervisorRequest::StoredSuspend(save) =
+        request
+    {
+        remove_unused(save);
+    }
+    saved
 }
 
 /// The outcome of a checkpoint, in a line.
@@ -355,14 +419,21 @@ pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
     let drives: String =
         facts["drives"].as_array().into_iter().flatten().map(describe_drive).collect();
     format!(
-        "{}: {}{what} in {}, pause {}{}\n{drives}",
+        "{}: {}{what} in {}, pause {}{}{}\n{drives}",
         make_printable(facts["image"].as_str().unwrap_or("?")),
         units::format_bytes(report["image_bytes"].as_u64().unwrap_or(0)),
         units::format_ms(number(&report["total_ms"])),
         units::format_ms(number(&report["pause"]["downtime_ms"])),
         describe_round_pauses(report),
+        describe_upload(facts),
     ) + &describe_obstacles(facts)
         + &describe_missing_mark(facts)
+}
+
+/// How long the upload to object storage took, if there was one.
+fn describe_upload(facts: &serde_json::Value) -> String {
+    let ms = facts["upload"]["ms"].as_f64();
+    ms.map_or(String::new(), |ms| format!(", uploaded in {}", units::format_ms(ms)))
 }
 
 fn describe_missing_mark(facts: &serde_json::Value) -> String {

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use firn_restore::BackgroundFill;
 use firn_supervisor::{
     CommandOverrides, Failure, FailureKind, FamilyRecord, NewFamily, RuntimeDir, SupervisorPlan,
     SupervisorRequest, VmName, check_clones, quick_status, send_request, start_supervisor,
@@ -93,6 +94,8 @@ pub struct CloneOrder<'a> {
     pub image: &'a Path,
     /// Load first what earlier restores of the image had to read on demand.
     pub learn: bool,
+    /// When their memory is filled in the background; `None` is the default for the image's storage.
+    pub fill: Option<BackgroundFill>,
     /// The user trusts the image, whatever its origin is.
     pub trust: bool,
     /// The name of each clone.
@@ -112,11 +115,11 @@ pub fn start_clones(
     order: &CloneOrder<'_>,
     make_plan: &PlanMaker<'_>,
 ) -> Result<Value, Failure> {
-    let CloneOrder { image, learn, trust, names, overrides } = *order;
+    let CloneOrder { image, learn, fill, trust, names, overrides } = *order;
     let overrides: Vec<CommandOverrides> =
         (1..=names.len() as u32).map(|number| number_overrides(overrides, number)).collect();
     check_clones(image, &overrides, trust)?;
-    let family = NewFamily::start(base, image, learn)?;
+    let family = NewFamily::start(base, image, learn, fill)?;
     let start_one = |at: usize| {
         make_plan(overrides[at].clone(), family.record().clone())
             .and_then(|plan| start_supervisor(base, &names[at], &plan, &mut |_| ()))

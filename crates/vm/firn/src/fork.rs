@@ -95,6 +95,7 @@ impl ForkArgs {
                 ..SaveChoices::default()
             },
             keys: Vec::new(),
+            store: None,
             cancel_with_client: false,
         };
         let saved = request_save(base, &self.name, &SupervisorRequest::for_checkpoint(request))?;
@@ -102,7 +103,8 @@ impl ForkArgs {
             clone_plan(&image, disk_dir.clone(), overrides, family)
         };
         let (names, overrides) = (&*names, &overrides);
-        let order = CloneOrder { image: &image, learn: true, trust: false, names, overrides };
+        let order =
+            CloneOrder { image: &image, learn: true, fill: None, trust: false, names, overrides };
         let mut facts = clones::start_clones(base, &order, &make_plan).map_err(|failure| {
             failure.with_hint(format!("the checkpoint is {}", image.display()))
         })?;
@@ -140,6 +142,7 @@ fn clone_plan(
         keys: keys_of(image)?,
         mode: RestoreMode::default(),
         on_error: ReadFailurePolicy::default(),
+        fill: None,
         force: false,
         trust: false,
         account_use: false,

@@ -49,6 +49,7 @@ mod restore;
 mod rm;
 mod run;
 mod series;
+mod spool;
 mod standby;
 mod status;
 mod stop;

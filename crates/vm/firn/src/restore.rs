@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
-use firn_restore::{ReadFailurePolicy, RestoreMode};
+use firn_restore::{BackgroundFill, ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
     CommandOverrides, Failure, FailureKind, FamilyRecord, ImageMeta, LibvirtTarget, RestoreDisks,
     RuntimeDir, SupervisorPlan, SupervisorRequest, VmName, absolute_path, restore_target,
@@ -49,6 +49,15 @@ const DISK_USES: &[Choice] = &[
         "in-place",
         "the image's disk files themselves. After that neither this image nor any other that needs \
          these files can be restored",
+    ),
+];
+
+const FILLS: &[Choice] = &[
+    ("at-once", "from the beginning, while the guest seldom waits for storage"),
+    (
+        "when-responsive",
+        "when the guest hardly waits for memory any more (TTR(1 s, 0.9)), or a minute after its start; \
+         half of the time",
     ),
 ];
 
@@ -96,8 +105,9 @@ const OUTAGES: &[Choice] = &[
 /// names must be free.
 ///
 /// An image in object storage, s3://BUCKET/KEY, is restored as one on this host: what the guest needs
-/// is fetched when it needs it, and kept in a cache. If the store is away, the guest waits. Credentials
-/// come from the environment, as for `firn image push`.
+/// is fetched when it needs it, and kept in a cache. The rest follows when the guest is responsive
+/// (--fill). If the store is away, the guest waits. Credentials come from the environment, as for `firn
+/// image push`.
 ///
 /// --libvirt restores an image of a libvirt domain as a new domain. libvirt starts QEMU from the
 /// XML in the image and manages the new domain like any other. Firn is attached to the new domain.
@@ -127,6 +137,10 @@ pub struct RestoreArgs {
     /// How memory is loaded.
     #[arg(long, value_name = "HOW", default_value_t, value_parser = parse_choice::<RestoreMode>(MODES))]
     mode: RestoreMode,
+    /// When the memory that the guest has not requested is loaded. By default at-once, and
+    /// when-responsive if the image is in object storage and not in the cache.
+    #[arg(long, value_name = "WHEN", value_parser = parse_choice::<BackgroundFill>(FILLS))]
+    fill: Option<BackgroundFill>,
     /// The files that the VM's disks are written to.
     #[arg(long, value_name = "HOW", default_value = "own")]
     #[arg(value_parser = accept_words(DISK_USES).map(find_disk_use))]
@@ -221,8 +235,9 @@ impl RestoreArgs {
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
         let overrides = self.find_overrides()?;
         let make_plan = |overrides, family| self.make_plan(image.clone(), overrides, Some(family));
-        let (learn, names, overrides) = (!self.no_learn, &names, &overrides);
-        let order = CloneOrder { image: &image, learn, trust: self.trust, names, overrides };
+        let (learn, fill, names, overrides) = (!self.no_learn, self.fill, &names, &overrides);
+        let trust = self.trust;
+        let order = CloneOrder { image: &image, learn, fill, trust, names, overrides };
         let facts = start_clones(base, &order, &make_plan)?;
         if self.wait {
             wait_for_clones(base, names)?;
@@ -266,6 +281,7 @@ impl RestoreArgs {
             image,
             mode: self.mode,
             on_error: self.on_error,
+            fill: self.fill,
             force: self.force,
             trust: self.trust,
             account_use: self.account_use,

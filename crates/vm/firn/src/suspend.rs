@@ -15,9 +15,13 @@ use crate::units;
 /// first. (With `firn run --working-set access-bits` Firn knows this already.) Then Firn pauses the
 /// guest, so that the disks stay in the state that belongs to the image. `firn restore` continues
 /// the guest from that state. If the image cannot be written the VM continues to run.
+///
+/// With --output s3://BUCKET/KEY the image is uploaded while the guest is paused. The VM ends when the
+/// object is there. If the upload fails, the VM continues, and no image is left.
 #[derive(Debug, ClapArgs)]
-#[command(after_long_help = "Example:
-  firn suspend web -o web.firn")]
+#[command(after_long_help = "Examples:
+  firn suspend web -o web.firn
+  firn suspend web -o s3://vms/prod/web.firn")]
 pub struct SuspendArgs {
     /// The VM.
     name: VmName,

@@ -188,7 +188,8 @@ impl OrganizationBench<'_> {
 
     fn record_guest_time(&mut self, system: OrganizationSystem) -> Result<()> {
         let start = Instant::now();
-        let record = self.restore_recorded(system, BackgroundFill::Quiet, false, &self.throttle)?;
+        let record =
+            self.restore_recorded(system, BackgroundFill::AtOnce, false, &self.throttle)?;
         let took = start.elapsed().as_secs_f64();
         let waits: Vec<f64> = record.reads.iter().map(|read| read.us as f64).collect();
         let read_p50_us = Sample::new(waits).map(|waits| waits.p50());

@@ -21,8 +21,11 @@ use crate::chain::parent_file_name;
 use crate::error::StoreError;
 
 /// The bytes at the end of an image that are fetched at once: footer, index, working set, device
-/// state.
-const END_BYTES: u64 = 4 << 20;
+/// state. The index grows with the image: of 8 KiB of memory it has a few bytes.
+const END_BYTES: Range<u64> = 512 << 10..4 << 20;
+
+/// The share of an image that is fetched at its end, within [`END_BYTES`].
+const END_SHARE: u64 = 64;
 
 /// The maximum length of a signature in bytes.
 const SIGNATURE_BYTES_MAX: u64 = 64 << 10;
@@ -132,7 +135,8 @@ async fn read_outline(
     at: &StoreLocation,
 ) -> Result<ImageOutline, Arc<StoreError>> {
     let len = object.name.len;
-    let end = len.saturating_sub(END_BYTES)..len;
+    let end_bytes = (len / END_SHARE).clamp(END_BYTES.start, END_BYTES.end);
+    let end = len.saturating_sub(end_bytes)..len;
     let (header, end) = tokio::join!(
         object.provide(0..len.min(1), ReadKind::Demand),
         object.provide(end, ReadKind::InOrder)

@@ -8,8 +8,8 @@ use firn_cache::CacheDir;
 use firn_image::{ChainPart, Image, ImageError, ImageFlaw, list_chain};
 use firn_objects::{
     CacheLimits, PulledFile, PushOptions, PushedFile, RemovedObject, StoreError, StoreLocation,
-    StoredImage, find_image, forget_image, list_images, parse_location, pull_image, push_image,
-    query_report, remove_image, start_server, store_failure,
+    StoredImage, check_new_image, find_image, forget_image, list_images, parse_location,
+    pull_image, push_image, query_report, remove_image, start_server, store_failure,
 };
 use firn_supervisor::{
     Failure, FailureContext as _, FailureKind, OperationProgress, SupervisorReply, image_failure,
@@ -31,6 +31,11 @@ pub enum StoreCommand {
         /// Replace another image of that name.
         #[arg(long)]
         force: bool,
+    },
+    /// Check that an image could be pushed to a new name.
+    Check {
+        /// Where it is to be.
+        location: String,
     },
     /// Copy an image from a store.
     Pull {
@@ -81,6 +86,7 @@ impl StoreCommand {
                 let options = PushOptions { chain: *chain, force: *force, threads: worker_count() };
                 push(image, &parse_location(location)?, options)
             }
+            Self::Check { location } => check(&parse_location(location)?),
             Self::Pull { location, path } => pull(&parse_location(location)?, path),
             Self::Ls { location } => list(&parse_location(location)?),
             Self::Rm { locations, force } => remove(locations, *force),
@@ -120,6 +126,11 @@ fn push(image: &Path, at: &StoreLocation, options: PushOptions) -> Result<Value,
     let files: Vec<_> = pushed.iter().map(pushed_facts).collect();
     let image = image.to_string_lossy();
     Ok(json!({ "image": image, "location": at.to_string(), "files": files }))
+}
+
+fn check(at: &StoreLocation) -> Result<Value, Failure> {
+    check_new_image(at).map_err(explain(format!("can't make {at}")))?;
+    Ok(json!({ "location": at.to_string() }))
 }
 
 fn pushed_facts(file: &PushedFile) -> Value {

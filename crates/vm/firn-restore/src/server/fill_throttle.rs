@@ -38,6 +38,9 @@ pub struct PageServerRules {
     pub held_max: u32,
     /// Whether memory is filled in the background at all.
     pub fill: bool,
+    /// Whether the background fill waits until the guest is responsive, and leaves half of the
+    /// storage's time to others from then on.
+    pub is_fill_late: bool,
     /// Maximum number of bytes of a unit.
     pub unit_bytes: u32,
     /// How many units the guest is expected to request beside the prefetched ones.
@@ -71,6 +74,7 @@ impl Default for PageServerRules {
             run_max: 16,
             held_max: 256,
             fill: true,
+            is_fill_late: false,
             unit_bytes: 64 << 10,
             expected_misses: 400,
             known_latency: None,
@@ -202,7 +206,9 @@ impl FillThrottle {
             true => now + (self.took / 4).clamp(DEMAND_POLL_MIN, DEMAND_POLL),
             false => rested_at.max(round_at),
         };
-        let at = free_at.min(floor_at);
+        // The link may be shared, and a demand read waits behind what it transfers.
+        let shared_at = self.ended + if rules.is_fill_late { self.took } else { Duration::ZERO };
+        let at = free_at.min(floor_at).max(shared_at);
         if now < at {
             return FillPermission::At(at);
         }
@@ -370,6 +376,20 @@ mod tests {
         throttle.record_demand_read(22 * MS, 23 * MS);
         assert_eq!(throttle.permit_read(&rules, high, 24 * MS), FillPermission::At(43 * MS));
         assert_eq!(throttle.permit_read(&rules, high, 43 * MS), FillPermission::Read(16));
+    }
+
+    #[test]
+    fn a_late_fill_uses_half_of_the_time() {
+        let rules = PageServerRules { is_fill_late: true, ..PageServerRules::default() };
+        let mut throttle = FillThrottle::new(Duration::ZERO);
+        let mut now = Duration::ZERO;
+        for _ in 0..100 {
+            let FillPermission::Read(_) = throttle.permit_read(&rules, IDLE, now) else { panic!() };
+            now += 28 * MS;
+            throttle.record_fill_end(now);
+            assert_eq!(throttle.permit_read(&rules, IDLE, now), FillPermission::At(now + 28 * MS));
+            now += 28 * MS;
+        }
     }
 
     #[test]

@@ -52,6 +52,9 @@
 //!                      seldom for storage             at once when it has waited for long; else as on flash
 //! ```
 //!
+//! With [`PageServerRules::is_fill_late`] the fill begins when the guest is responsive (`fill_start`),
+//! and nothing is read beside what is requested or expected.
+//!
 //! # Pages given back
 //!
 //! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero
@@ -67,6 +70,7 @@ use firn_types::{Block, BlockSize, Page};
 mod actions;
 mod cost;
 mod divergence;
+mod fill_start;
 mod fill_throttle;
 mod high_latency;
 mod install_throttle;
@@ -96,6 +100,7 @@ pub(crate) use sequence::{CoalescingRules, order_requests};
 pub use settled::{PageMask, SettledPages};
 
 use divergence::DivergenceDetector;
+use fill_start::FillStart;
 use fill_throttle::FillThrottle;
 use install_throttle::InstallThrottle;
 use prefetch::PrefetchQueue;
@@ -124,6 +129,7 @@ pub struct PageServer<B> {
     units: UnitTable<B>,
     taken: Vec<u64>,
     cost: StorageCost,
+    fill_start: FillStart,
     fill_throttle: FillThrottle,
     install_throttle: InstallThrottle,
     asked: VecDeque<ReadUnit>,
@@ -170,6 +176,7 @@ impl<B: Clone> PageServer<B> {
             settled,
             units,
             cost: StorageCost::new(rules.unit_bytes, rules.known_latency),
+            fill_start: FillStart::default(),
             fill_throttle: FillThrottle::new(now),
             install_throttle: InstallThrottle::default(),
             asked: VecDeque::with_capacity(64),

@@ -78,7 +78,8 @@ impl<B: Clone> PageServer<B> {
         let fills = self.rules.fill && !self.prefetch.has_more();
         let all_comes = self.prefetch.covers_all_units()
             || (fills && self.fill_urgency() == Some(FillUrgency::AtOnce));
-        let is_worth_it = self.rules.is_adaptive && self.cost.is_high_latency() && !all_comes;
+        let may_read_beside = self.rules.is_adaptive && !self.rules.is_fill_late;
+        let is_worth_it = may_read_beside && self.cost.is_high_latency() && !all_comes;
         match is_worth_it && self.units.held_count() < self.rules.held_max {
             true => self.cost.units_per_access().clamp(1, self.rules.run_max.max(1)),
             false => 1,
@@ -108,6 +109,7 @@ impl<B: Clone> PageServer<B> {
         if read.why == ReadReason::Demand {
             self.read_on_demand_for += ended.saturating_sub(began);
             self.fill_throttle.record_demand_read(began, ended);
+            self.fill_start.record_demand_read(began, ended);
         }
         if read.why == ReadReason::Ahead {
             self.has_read_all |= read.in_order;
@@ -117,6 +119,12 @@ impl<B: Clone> PageServer<B> {
     }
 
     fn take_fill(&mut self, now: Duration) -> ReadDecision {
+        let is_guest_waiting = self.reads_on_demand > 0;
+        if self.rules.is_fill_late
+            && let Some(then) = self.fill_start.check_start(is_guest_waiting, now)
+        {
+            return ReadDecision::At(then);
+        }
         let soon = self.fill_urgency();
         if self.reads_on_demand > 0 && soon == Some(FillUrgency::Beside) {
             return ReadDecision::At(now + DEMAND_POLL);
@@ -156,6 +164,7 @@ impl<B: Clone> PageServer<B> {
     fn fill_urgency(&self) -> Option<FillUrgency> {
         let left = self.units.unfinished_count();
         let is_soon = self.rules.is_adaptive
+            && !self.rules.is_fill_late
             && self.cost.is_high_latency()
             && self.cost.estimate_reads(left, self.rules.run_max) <= FILL_TIME_MAX;
         is_soon.then_some(match self.read_on_demand_for >= self.cost.request_time_min(left) {

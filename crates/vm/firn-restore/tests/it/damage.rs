@@ -153,7 +153,7 @@ fn a_guest_that_runs_waits_until_a_damaged_block_is_repaired() {
     assert_eq!(scene.guest.result(0), scene.model.sum(67..68).to_string());
     outage_ends(&restore);
     assert_eq!(scene.fatal_within(Duration::ZERO), None);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }
 
@@ -171,6 +171,6 @@ fn a_guest_that_runs_waits_until_an_image_is_put_back() {
     assert!(failure.contains("cannot read"), "{failure}");
     std::fs::write(scene.image_path(), whole).unwrap();
     assert_eq!(scene.guest.result(0), scene.model.sum(67..68).to_string());
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }

@@ -19,7 +19,7 @@ fn under_load(mode: RestoreMode, sizes: &[u64], block_pages: u8, codec: Codec) -
     let restore = scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(mode) });
     restore.await_prefill().unwrap();
     scene.check(0, 0..8);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     for thread in 0..4 {
         scene.guest.send(thread, &format!("random {thread} 2000 {}", sizes[0]));
     }
@@ -77,7 +77,7 @@ fn the_working_set_is_there_before_the_guest_runs() {
     let counts = restore.record().counts;
     assert_eq!(counts.demand_units, 0);
     assert!(counts.ahead_pages < 4096 * 7 / 8, "{counts:?}");
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }
 
@@ -92,7 +92,7 @@ fn pages_given_back_are_zeros() {
         scene.model.clear(range);
     }
     scene.check(0, 0..128);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.check(2, 0..2048);
     scene.finish(restore);
 }
@@ -124,7 +124,7 @@ fn pages_that_the_guest_writes_are_not_overwritten() {
         let start = page * 4096;
         scene.model.bytes[start..start + 8].copy_from_slice(&(page as u64).to_le_bytes());
     }
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }
 
@@ -138,7 +138,7 @@ fn an_image_that_is_not_cached_is_read_once() {
         scene.begin(RestoreOptions { fill: BackgroundFill::Off, ..options(RestoreMode::Locality) });
     scene.check(0, 0..1000);
     let record = restore.record();
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
     let mut offsets: Vec<u64> = record.reads.iter().map(|read| read.offset).collect();
     let reads = offsets.len();

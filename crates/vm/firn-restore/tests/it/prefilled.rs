@@ -44,7 +44,7 @@ fn reads_are_recorded_in_the_order_of_their_time() {
         let restore = scene.begin_prefilled(options, &filling.finish_fill());
         restore.await_prefill().unwrap();
         scene.check_all();
-        restore.set_fill(BackgroundFill::Quiet);
+        restore.set_fill(BackgroundFill::AtOnce);
         let record = scene.finish(restore);
         assert!(record.reads.is_sorted_by_key(ReadRecord::ended_us), "{mode}: {:?}", record.reads);
         let last = record.reads.last().map_or(0, ReadRecord::ended_us);
@@ -60,7 +60,7 @@ fn all_of_memory_can_be_there_before() {
     restore.await_prefill().unwrap();
     assert!(restore.record().counts.ahead_pages > 0);
     scene.check_all();
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }
 
@@ -87,7 +87,7 @@ fn prefilled_pages_that_the_hypervisor_wrote_are_dropped() {
         scene.check(2, pages);
     }
     scene.check_all();
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }
 

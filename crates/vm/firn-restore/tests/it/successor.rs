@@ -36,7 +36,7 @@ pub fn run_if_asked() {
     drop(tracee);
     let pages = image.regions().total_pages();
     let presence = PresenceFile::create(&dir.join("presence"), pages).unwrap();
-    let fill = if words[4] == "off" { BackgroundFill::Off } else { BackgroundFill::Quiet };
+    let fill = if words[4] == "off" { BackgroundFill::Off } else { BackgroundFill::AtOnce };
     let options = RestoreOptions { fill, ..RestoreOptions::default() };
     let on_fatal = Box::new(|error: &firn_restore::RestoreError| panic!("{error}"));
     let restore =
@@ -135,6 +135,6 @@ fn one_that_was_stopped_is_taken_up() {
     let found: u64 = scene.guest.result(0).parse().unwrap();
     assert_eq!(found, scene.model.sum(start..end));
     scene.check(1, 990..1110);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }

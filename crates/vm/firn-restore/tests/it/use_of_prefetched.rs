@@ -38,7 +38,7 @@ fn prefetched_pages_are_counted_when_they_are_touched() {
     others[..3].iter().for_each(|block| scene.check(0, block * 2 + 1..block * 2 + 2));
     counted(&restore, |counts| counts.prefetched_used_pages == Some(3));
     assert_eq!(restore.record().counts.demand_units, 1);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     let record = scene.finish(restore);
     assert_eq!(record.counts.prefetched_used(), Some(3.0 / (blocks.len() as f64 * 2.0 - 1.0)));
 }
@@ -60,6 +60,6 @@ fn accesses_that_the_working_set_avoided_are_counted() {
     scene.check(0, 200..204);
     counted(&restore, |counts| counts.prefetched_used_pages == Some(4));
     assert_eq!(restore.record().counts.prefetched_pages, ahead.prefetched_pages);
-    restore.set_fill(BackgroundFill::Quiet);
+    restore.set_fill(BackgroundFill::AtOnce);
     scene.finish(restore);
 }

@@ -339,8 +339,17 @@ impl SupervisorCore {
                 let text = "the request for a sealed image has no key";
                 vec![failure_reply(client, Failure::new(FailureKind::Usage, text))]
             }
-            SupervisorRequest::SealedCheckpoint(save) => self.begin_save(client, save, false),
-            SupervisorRequest::SealedSuspend(save) => self.begin_save(client, save, true),
+            SupervisorRequest::StoredCheckpoint(save) | SupervisorRequest::StoredSuspend(save)
+                if save.store.is_none() =>
+            {
+                let text = "the request for an image in object storage names no object";
+                vec![failure_reply(client, Failure::new(FailureKind::Usage, text))]
+            }
+            SupervisorRequest::SealedCheckpoint(save)
+            | SupervisorRequest::StoredCheckpoint(save) => self.begin_save(client, save, false),
+            SupervisorRequest::SealedSuspend(save) | SupervisorRequest::StoredSuspend(save) => {
+                self.begin_save(client, save, true)
+            }
             SupervisorRequest::MergeDisks => self.begin_merge(client, false),
             SupervisorRequest::CommitDisks => self.begin_merge(client, true),
             SupervisorRequest::Stop(request) => self.stop_vm(client, request),

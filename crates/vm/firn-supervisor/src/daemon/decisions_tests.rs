@@ -1,4 +1,5 @@
 use super::*;
+use crate::records::store_target::{StoreCredentials, StoreTarget};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -12,6 +13,7 @@ fn request(cancel_with_client: bool) -> SaveRequest {
         image: "/web.firn".into(),
         choices: Default::default(),
         keys: Vec::new(),
+        store: None,
         cancel_with_client,
     }
 }
@@ -40,6 +42,24 @@ fn stop(force: bool) -> SupervisorRequest {
 
 fn fail() -> Failure {
     Failure::new(FailureKind::Other, "no space left")
+}
+
+#[test]
+fn a_request_for_an_image_in_a_store_has_an_object() {
+    for (make, ends) in [
+        (SupervisorRequest::StoredCheckpoint as fn(SaveRequest) -> SupervisorRequest, false),
+        (SupervisorRequest::StoredSuspend, true),
+    ] {
+        let mut core = SupervisorCore::new(false);
+        let refused = core.handle_event(SupervisorEvent::Request(A, make(request(false))));
+        assert_eq!(kinds(&refused), [Some(FailureKind::Usage)]);
+        assert!(core.is_idle());
+        let location = "s3://vms/web.firn".to_owned();
+        let store = StoreTarget { location, credentials: StoreCredentials::from_env() };
+        let stored = SaveRequest { store: Some(store), ..request(false) };
+        let begun = core.handle_event(SupervisorEvent::Request(A, make(stored.clone())));
+        assert_eq!(begun, [SupervisorAction::BeginSave { request: stored, then_stop: ends }]);
+    }
 }
 
 #[test]

@@ -163,6 +163,7 @@ impl NewSupervisor {
                 keys,
                 mode,
                 on_error,
+                fill,
                 force,
                 trust,
                 account_use,
@@ -176,7 +177,7 @@ impl NewSupervisor {
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
-                let (on_error, run, trust) = (*on_error, *run, *trust);
+                let (on_error, fill, run, trust) = (*on_error, *fill, *run, *trust);
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls_file();
                 key_ring().add_keys(keys);
@@ -185,6 +186,7 @@ impl NewSupervisor {
                     keys,
                     mode,
                     on_error,
+                    fill,
                     force,
                     trust,
                     account_use,

@@ -788,6 +788,7 @@ mod tests {
                 replaces: None,
                 paused_by_us: false,
                 then_stop: false,
+                upload: None,
                 drives,
             };
             let overlays = ["/o0", "/o1", "/other"].map(PathBuf::from).into();

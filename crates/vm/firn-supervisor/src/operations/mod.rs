@@ -10,6 +10,7 @@ pub(crate) mod guest_clock;
 pub(crate) mod huge_page_repair;
 pub(crate) mod image_origin;
 pub(crate) mod image_signature;
+pub(crate) mod image_upload;
 pub(crate) mod learned_blocks;
 pub(crate) mod outage;
 pub(crate) mod process_check;

@@ -80,6 +80,8 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) force: bool,
     /// The user trusts the image, whatever its origin is.
     pub(crate) trust: bool,
+    /// When memory is filled in the background; `None` is the default for the image's storage.
+    pub(crate) fill: Option<BackgroundFill>,
     /// Count which prefetched pages the guest uses.
     pub(crate) account_use: bool,
     /// Use the learned blocks of earlier restores, and record those of this one.
@@ -173,11 +175,12 @@ pub(crate) fn restore_vm(
     // A guest that does not run causes no page faults.
     let learns = wanted.learn && !must_stay_paused && family.is_none();
     let learning = LearnedBlocksFile::for_image(&image, wanted.mode).filter(|_| learns);
-    let storage = context
-        .vm
-        .path()
-        .parent()
-        .and_then(|runtime| ImageStorage::from_files(image.chain_paths(), runtime));
+    let is_in_store = image.is_in_store();
+    // The latency of a store is not that of the device that the cache is on.
+    let runtime = context.vm.path().parent().filter(|_| !is_in_store);
+    let storage =
+        runtime.and_then(|runtime| ImageStorage::from_files(image.chain_paths(), runtime));
+    let fill = choose_fill(wanted.fill, &image);
     let options = RestoreOptions {
         mode: wanted.mode,
         on_error: wanted.on_error,
@@ -188,7 +191,9 @@ pub(crate) fn restore_vm(
             .map(LearnedBlocksFile::expected_blocks)
             .unwrap_or_default(),
         account_use: wanted.account_use,
-        fill: choose_fill(family.as_ref()),
+        // The holder of a family's template fills it for all clones.
+        fill: if family.is_some() { BackgroundFill::Off } else { fill },
+        is_in_store,
         since,
         ..RestoreOptions::default()
     };
@@ -285,12 +290,13 @@ fn create_domain(
     Ok(StartedQemu { child, args, early: None, notes })
 }
 
-/// The holder of a family's template fills it for all clones.
-pub(crate) fn choose_fill(family: Option<&FamilyLink>) -> BackgroundFill {
-    match family {
-        Some(_) => BackgroundFill::Off,
-        None => BackgroundFill::Quiet,
-    }
+/// When memory is filled in the background, if it is. A user chooses that, or else the image's storage.
+/// It is not in the journal: a successor chooses by the storage.
+pub(crate) fn choose_fill(wanted: Option<BackgroundFill>, image: &Image) -> BackgroundFill {
+    wanted.unwrap_or(match image.is_in_store() {
+        true => BackgroundFill::WhenResponsive,
+        false => BackgroundFill::AtOnce,
+    })
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
@@ -512,6 +518,7 @@ impl RestoreRun<'_> {
     ) -> serde_json::Value {
         let mut facts = vm_start::start_facts(hypervisor_record, &notes);
         facts["mode"] = json!(self.wanted.mode);
+        facts["fill"] = json!(choose_fill(self.wanted.fill, &self.image));
         facts["image"] = json!(self.wanted.image);
         facts["domain"] = json!(self.child.domain.as_ref().map(|it| &it.address.domain));
         let is_paused = must_stay_paused(&self.meta, self.wanted);

@@ -101,8 +101,8 @@ struct AdoptedMemory {
     process: Arc<Process>,
     memory: Arc<GuestMemory>,
     faults: PageFaults,
-    /// Whether this process fills it in the background.
-    fill: BackgroundFill,
+    /// Whether another process fills it in the background: the holder of a family's template.
+    has_holder: bool,
 }
 
 impl InheritedRestore {
@@ -113,8 +113,8 @@ impl InheritedRestore {
         let (process, memory) = qemu::open_journaled(&self.hypervisor_record)?;
         let adopted = PageFaults::adopt(&process, Arc::clone(&memory)).while_doing(ADOPTING)?;
         let Some(mut faults) = adopted else { return Ok(None) };
-        let fill = self.rejoin_family(&mut faults);
-        let adopted = AdoptedMemory { process, memory, faults, fill };
+        let has_holder = self.rejoin_family(&mut faults);
+        let adopted = AdoptedMemory { process, memory, faults, has_holder };
         match self.open_image() {
             // At once, because the guest may be waiting.
             Ok(image) => {
@@ -133,9 +133,9 @@ impl InheritedRestore {
         }
     }
 
-    /// Gets the template of a clone's family again. If its holder has ended, this VM's memory is
-    /// installed and filled for itself.
-    fn rejoin_family(&self, faults: &mut PageFaults) -> BackgroundFill {
+    /// Gets the template of a clone's family again. False if its holder has ended, or the VM has no
+    /// family: then its memory is installed and filled for itself.
+    fn rejoin_family(&self, faults: &mut PageFaults) -> bool {
         let record = self.journal.current_journal().family;
         let record = record.filter(|_| faults.memory().has_template());
         let map = &self.hypervisor_record.map;
@@ -145,7 +145,7 @@ impl InheritedRestore {
             None
         });
         family.iter().for_each(|family| family.fill_through(faults));
-        restore::choose_fill(family.as_ref())
+        family.is_some()
     }
 
     fn serve_when_open(
@@ -213,7 +213,12 @@ impl InheritedRestore {
         image: Arc<Image>,
         adopted: AdoptedMemory,
     ) -> Result<RestoreWork, Failure> {
-        let AdoptedMemory { process, memory, faults, fill } = adopted;
+        let AdoptedMemory { process, memory, faults, has_holder } = adopted;
+        let fill = match has_holder {
+            true => BackgroundFill::Off,
+            false => restore::choose_fill(None, &image),
+        };
+        let is_in_store = image.is_in_store();
         let presence =
             PresenceFile::open(&self.vm.presence_file(), memory.region_map().total_pages())
                 .while_doing("reading the presence file")?;
@@ -222,6 +227,7 @@ impl InheritedRestore {
             on_error: self.on_error,
             vcpus: numbered_vcpus(&self.hypervisor_record),
             fill,
+            is_in_store,
             ..RestoreOptions::default()
         };
         let (journal, hypervisor) = (Arc::clone(&self.journal), Arc::clone(&self.hypervisor));

@@ -115,7 +115,13 @@ impl CheckedVm<'_> {
         refuse_blocked(vm.migration_blockers().while_doing("querying migration blockers")?)?;
         inspection::check_restorable(vm, self.hypervisor_record, false)?;
         let (image, choices) = (PathBuf::from("/image.firn"), SaveChoices::default());
-        let request = SaveRequest { image, choices, keys: Vec::new(), cancel_with_client: false };
+        let request = SaveRequest {
+            image,
+            choices,
+            keys: Vec::new(),
+            store: None,
+            cancel_with_client: false,
+        };
         let policy = DiskPolicy::new(self.hypervisor_record, self.journal, &request, None);
         DiskSnapshots::plan_drives(vm, &self.hypervisor_record.meta, policy, then_stop).map(drop)
     }

@@ -31,6 +31,7 @@ use crate::operations::access_scan::{self, AccessScan, PageRanges};
 use crate::operations::calls::CallService;
 use crate::operations::dirty_tracking::{self, DirtyTracking};
 use crate::operations::huge_page_repair::HugePageRepair;
+use crate::operations::image_upload::{self, ImageSender};
 use crate::operations::protection::{
     PreparedDevices, ProtectedParts, ProtectionFailure, ProtectionStatus, VmProtection,
 };
@@ -47,7 +48,7 @@ use crate::records::control_protocol::{
 };
 use crate::records::failure::{Failure, FailureContext, FailureKind, image_failure};
 use crate::records::journal::{
-    FileIdentity, HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds,
+    FileIdentity, HypervisorRecord, ImageUpload, Journal, JournalFile, VmPhase, unix_seconds,
 };
 use crate::records::meta::ImageMeta;
 use crate::records::origin::{OriginDigest, OriginKey};
@@ -80,12 +81,17 @@ impl VmOperations for QemuOperations {
         cancel: &AtomicBool,
         progress: &dyn Fn(OperationProgress),
     ) -> Result<serde_json::Value, Failure> {
-        save_tries::repeat_discarded(cancel, |number| {
+        let saved = save_tries::repeat_discarded(cancel, |number| {
             let report = |now| progress(save_tries::mark_try(now, number));
             let mut facts = self.save_once(request, then_stop, cancel, &report)?;
             facts["tries"] = number.into();
             Ok(facts)
-        })
+        });
+        match self.image_upload(request, (cancel, progress)) {
+            Some(upload) if !then_stop && saved.is_ok() => upload.send_checkpoint(saved?),
+            Some(_) => saved.inspect_err(|_| image_upload::remove_spool_directory(&request.image)),
+            None => saved,
+        }
     }
 
     fn merge_layers(
@@ -532,6 +538,7 @@ impl QemuOperations {
         let mut cutting =
             DiskSnapshots::plan_drives(&mut vm, &meta, policy, then_stop).map_err(explain)?;
         refuse_clear_disks(&request.choices, &cutting)?;
+        image_upload::refuse_stored_disks(request, &cutting)?;
         // Only one descriptor at a time can register the guest's memory.
         let scanned = self.usage.finish_scan();
         self.huge_pages.note_huge_pages(&memory.guest);
@@ -550,7 +557,15 @@ impl QemuOperations {
             key: key.as_ref().ok(),
         };
         let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
-        let report = report.map_err(|failure| {
+        let send = |report| match then_stop {
+            true => {
+                let upload = self.image_upload(request, (cancel, progress));
+                let sent = upload.map(|upload| upload.send_suspended()).transpose();
+                sent.map(|sent| (report, sent))
+            }
+            false => Ok((report, None)),
+        };
+        let report = report.and_then(send).map_err(|failure| {
             if !self.journal.is_image_complete() {
                 cutting.stop_copies(&mut vm);
             }
@@ -564,9 +579,14 @@ impl QemuOperations {
         if !then_stop {
             close_descriptors(&mut vm);
         }
-        self.record_save_end(request, then_stop, &report)?;
+        self.record_save_end(request, then_stop, report.as_ref().err())?;
         disk_copies::remove_old_bitmaps(&mut vm, &self.journal.current_journal());
-        let mut facts = save_facts(request, &report?, &cutting, &meta.unrestorable);
+        let (report, sent) = report?;
+        let mut facts = save_facts(request, &report, &cutting, &meta.unrestorable);
+        if let (Some(sent), Some(store)) = (sent, &request.store) {
+            facts["upload"] = sent;
+            facts["image"] = json!(store.location);
+        }
         // The image is good all the same.
         facts["unmarked"] = json!(key.err().map(|failure| failure.to_string()));
         Ok(facts)
@@ -594,6 +614,10 @@ impl QemuOperations {
             replaces: FileIdentity::from_path(&request.image),
             paused_by_us: then_stop && was_running,
             then_stop,
+            upload: request
+                .store
+                .as_ref()
+                .map(|store| ImageUpload { location: store.location.clone(), is_complete: false }),
             drives: Vec::new(),
         };
         let change = |journal: &mut Journal| {
@@ -642,22 +666,40 @@ impl QemuOperations {
         failure
     }
 
+    /// The upload of an image that is to be in object storage.
+    fn image_upload<'a>(
+        &'a self,
+        request: &'a SaveRequest,
+        (cancel, progress): (&'a AtomicBool, &'a dyn Fn(OperationProgress)),
+    ) -> Option<ImageSender<'a>> {
+        let (journal, hypervisor) = (&*self.journal, &*self.hypervisor);
+        let store = request.store.as_ref()?;
+        Some(ImageSender { journal, hypervisor, request, store, cancel, progress })
+    }
+
     /// Records the result of a save. A suspend stays in the journal until the VM has ended.
     fn record_save_end(
         &self,
         request: &SaveRequest,
         then_stop: bool,
-        report: &Result<SaveReport, Failure>,
+        failure: Option<&Failure>,
     ) -> Result<(), Failure> {
         let image = request.image.display();
-        let change = |journal: &mut Journal| match report {
-            Ok(_) if then_stop => disk_snapshots::hand_over_files(journal),
-            Ok(_) => {
+        let change = |journal: &mut Journal| match failure {
+            None if then_stop => disk_snapshots::hand_over_files(journal),
+            None => {
                 disk_snapshots::hand_over_files(journal);
                 journal.phase = VmPhase::Running;
-                journal.record_success(format!("checkpoint {image} is whole"));
+                match &request.store {
+                    // Until it is there.
+                    Some(store) => journal.record_failure(image_upload::describe_unsent(
+                        &request.image,
+                        &store.location,
+                    )),
+                    None => journal.record_success(format!("checkpoint {image} is whole")),
+                }
             }
-            Err(failure) => {
+            Some(failure) => {
                 // A VM that was to end, and continues, writes to disks that the image would build
                 // on.
                 if journal.is_image_complete() && !then_stop {

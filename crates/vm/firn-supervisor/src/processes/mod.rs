@@ -14,4 +14,5 @@ pub(crate) mod restarts;
 pub(crate) mod runtime;
 pub(crate) mod spawn;
 pub(crate) mod state_dir;
+pub(crate) mod store_program;
 pub(crate) mod unix_sockets;

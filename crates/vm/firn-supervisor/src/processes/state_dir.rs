@@ -59,6 +59,11 @@ impl StateDir {
         absolute.map(Self::at_path).ok_or_else(nowhere)
     }
 
+    /// The directory for images that are about to be uploaded.
+    fn spool(&self) -> PathBuf {
+        self.origin.with_file_name("spool")
+    }
+
     fn at_path(path: impl AsRef<Path>) -> Self {
         Self { origin: path.as_ref().join("origin") }
     }
@@ -147,6 +152,14 @@ impl StateDir {
     fn trust_file(&self, digest: &OriginDigest) -> PathBuf {
         self.origin.join("trusted").join(digest.to_string())
     }
+}
+
+/// The directory in which the images of this user are that are about to be uploaded. It need not exist.
+///
+/// # Errors
+/// If the environment names no state directory.
+pub fn spool_dir() -> Result<PathBuf, Failure> {
+    StateDir::from_env().map(|state| state.spool())
 }
 
 /// Checks that a directory is this user's, and that no other user can write to it.

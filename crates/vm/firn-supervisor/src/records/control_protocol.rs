@@ -24,7 +24,7 @@ use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::BackupEndpoint;
 use firn_image::{Codec, ImageKey, ImageSeal};
-use firn_restore::{ReadFailurePolicy, RestoreMode};
+use firn_restore::{BackgroundFill, ReadFailurePolicy, RestoreMode};
 use firn_types::BlockSize;
 use firn_vmm::StorageCommand;
 use firn_vmm::command_line::CommandOverrides;
@@ -36,6 +36,7 @@ use crate::records::failure::{Failure, FailureKind};
 use crate::records::family::FamilyRecord;
 use crate::records::monitor_address::MonitorAddress;
 use crate::records::restored_domain::LibvirtTarget;
+use crate::records::store_target::StoreTarget;
 
 /// The version of the messages. It goes up when an old reader would misunderstand a new message.
 pub const VERSION: u32 = 1;
@@ -63,6 +64,11 @@ pub enum SupervisorRequest {
     SealedCheckpoint(SaveRequest),
     /// As `Suspend`, to a sealed image.
     SealedSuspend(SaveRequest),
+    /// As `Checkpoint`, to object storage, sealed or not. A supervisor of a version that can't upload
+    /// refuses it: it would leave the image in the file, and report success.
+    StoredCheckpoint(SaveRequest),
+    /// As `Suspend`, to object storage.
+    StoredSuspend(SaveRequest),
     /// End the VM.
     Stop(StopRequest),
     /// Report the command line that starts the VM on its current disks; null if the VM is busy.
@@ -109,19 +115,21 @@ pub enum SupervisorRequest {
 }
 
 impl SupervisorRequest {
-    /// The request for a checkpoint, sealed or not.
+    /// The request for a checkpoint, sealed or not, to a file or to a store.
     pub fn for_checkpoint(save: SaveRequest) -> Self {
-        match save.choices.seal {
-            Some(_) => Self::SealedCheckpoint(save),
-            None => Self::Checkpoint(save),
+        match (&save.store, &save.choices.seal) {
+            (Some(_), _) => Self::StoredCheckpoint(save),
+            (None, Some(_)) => Self::SealedCheckpoint(save),
+            (None, None) => Self::Checkpoint(save),
         }
     }
 
-    /// The request for a suspend, sealed or not.
+    /// The request for a suspend, sealed or not, to a file or to a store.
     pub fn for_suspend(save: SaveRequest) -> Self {
-        match save.choices.seal {
-            Some(_) => Self::SealedSuspend(save),
-            None => Self::Suspend(save),
+        match (&save.store, &save.choices.seal) {
+            (Some(_), _) => Self::StoredSuspend(save),
+            (None, Some(_)) => Self::SealedSuspend(save),
+            (None, None) => Self::Suspend(save),
         }
     }
 }
@@ -212,6 +220,9 @@ pub struct SaveRequest {
     /// The keys of the images that the new one builds on, if they are sealed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub keys: Vec<ImageKey>,
+    /// The object that the file becomes; then the file is removed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<StoreTarget>,
     /// Abort when the client disconnects.
     #[serde(default)]
     pub cancel_with_client: bool,
@@ -370,6 +381,9 @@ pub enum SupervisorPlan {
         /// What happens to the VM when its memory can't be read.
         #[serde(default)]
         on_error: ReadFailurePolicy,
+        /// When memory is filled in the background; by default as suits the image's storage.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fill: Option<BackgroundFill>,
         /// Continue when QEMU's version or a disk differs.
         force: bool,
         /// The user trusts the image, whatever its origin is.
@@ -607,6 +621,7 @@ impl From<MessageError> for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::records::store_target::StoreCredentials;
     use firn_cluster::VmId;
     use proptest::prelude::*;
 
@@ -615,6 +630,7 @@ mod tests {
             image: "/x/web.firn".into(),
             choices: SaveChoices { codec: Some(Codec::Lz4), ..SaveChoices::default() },
             keys: vec![ImageKey::from_bytes([7; 32])],
+            store: None,
             cancel_with_client: false,
         })
     }
@@ -647,9 +663,10 @@ mod tests {
         }
     }
 
-    /// A supervisor without sealed images ignores an unknown choice, and refuses an unknown request.
+    /// A supervisor without sealed images or uploads ignores an unknown choice, and refuses an unknown
+    /// request.
     #[test]
-    fn a_supervisor_of_before_refuses_to_save_a_sealed_image() {
+    fn a_supervisor_of_before_refuses_to_save_a_sealed_or_stored_image() {
         #[derive(Debug, Deserialize)]
         #[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
         #[expect(dead_code, reason = "it is decoded only")]
@@ -666,14 +683,20 @@ mod tests {
         let seal = ImageSeal { key: ImageKey::from_bytes([8; 32]), wraps: Vec::new() };
         let mut sealed = save.clone();
         sealed.choices.seal = Some(seal);
+        let location = "s3://vms/web.firn".to_owned();
+        let target = StoreTarget { location, credentials: StoreCredentials::from_env() };
+        let stored = SaveRequest { store: Some(target), ..save.clone() };
+        let both = SaveRequest { choices: sealed.choices.clone(), ..stored.clone() };
         for make in [SupervisorRequest::for_checkpoint, SupervisorRequest::for_suspend] {
             let clear = encode_message(&make(save.clone()));
             assert!(decode_message::<OldRequest>(&clear).is_ok());
-            let request = make(sealed.clone());
-            let line = encode_message(&request);
-            let error = decode_message::<OldRequest>(&line).unwrap_err();
-            assert!(matches!(error, MessageError::Malformed(_)), "{error:?}");
-            assert_eq!(decode_message::<SupervisorRequest>(&line).unwrap(), request);
+            for save in [&sealed, &stored, &both] {
+                let request = make(save.clone());
+                let line = encode_message(&request);
+                let error = decode_message::<OldRequest>(&line).unwrap_err();
+                assert!(matches!(error, MessageError::Malformed(_)), "{error:?}");
+                assert_eq!(decode_message::<SupervisorRequest>(&line).unwrap(), request);
+            }
         }
     }
 

@@ -199,6 +199,9 @@ pub enum VmPhase {
         paused_by_us: bool,
         /// A suspend: the VM is to end once the image is complete.
         then_stop: bool,
+        /// The image is on its way to object storage; the file is removed when it is there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        upload: Option<ImageUpload>,
         /// What is done to the VM's drives.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         drives: Vec<DriveSnapshot>,
@@ -255,6 +258,15 @@ pub enum VmPhase {
     },
     /// Firn has detached from the VM, which continues to run.
     Detached,
+}
+
+/// The upload of an image that is being saved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageUpload {
+    /// The location of the object.
+    pub location: String,
+    /// The object is there, and so the file of the image is not needed any more.
+    pub is_complete: bool,
 }
 
 /// Something that happened, with its time.
@@ -349,9 +361,11 @@ impl Journal {
         }
     }
 
-    /// Whether the image that is being saved has its final name already, and so is complete.
+    /// Whether the image that is being saved has its final name already, and so is complete; or is in
+    /// object storage.
     pub fn is_image_complete(&self) -> bool {
         match &self.phase {
+            VmPhase::Saving { upload: Some(upload), .. } if upload.is_complete => true,
             VmPhase::Saving { image, replaces, .. } => {
                 let now = FileIdentity::from_path(image);
                 now.is_some() && now != *replaces
@@ -491,6 +505,10 @@ mod tests {
                 replaces: Some(FileIdentity { dev: 1, ino: 2 }),
                 paused_by_us: true,
                 then_stop: false,
+                upload: Some(ImageUpload {
+                    location: "s3://vms/web.firn".into(),
+                    is_complete: true,
+                }),
                 drives: vec![DriveSnapshot { chain: vec!["/c".into()], made: None }],
             },
             VmPhase::Restoring {

@@ -15,3 +15,4 @@ pub(crate) mod origin;
 pub(crate) mod percentiles;
 pub(crate) mod process_exit;
 pub(crate) mod restored_domain;
+pub(crate) mod store_target;

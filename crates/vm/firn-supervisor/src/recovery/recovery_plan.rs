@@ -11,6 +11,8 @@
 //!                                image, note that it was aborted
 //!   saving, image complete       release its memory; `cont`, or for a    record that it ended
 //!                                suspend: end it, as requested
+//!   suspending to object         as saving: remove the image's file,     record that it ended; the
+//!   storage, not there yet       `cont`, note that it was aborted        image's file stays
 //!   merging                      end that, `cont` if it was paused by us  record that it ended
 //!   restoring, not started       kill it, forget the VM                  forget the VM
 //!   restoring, started           adopt its memory, continue to serve     record that it ended
@@ -123,16 +125,22 @@ pub fn decide_recovery(journal: &Journal, remains: SurvivingParts) -> RecoveryAc
         VmPhase::Restoring { started: false, .. } | VmPhase::Standby { started: false } => {
             RecoveryAction::Forget { kill: lives && launched }
         }
-        VmPhase::Saving { image, .. } if !lives => {
-            RecoveryAction::RecordEnd { unfinished: (!remains.image_whole).then(|| image.clone()) }
+        VmPhase::Saving { image, upload, .. } if !lives => {
+            let is_whole = remains.image_whole || upload.as_ref().is_some_and(|it| it.is_complete);
+            RecoveryAction::RecordEnd { unfinished: (!is_whole).then(|| image.clone()) }
         }
         _ if !lives => RecoveryAction::RecordEnd { unfinished: None },
         VmPhase::Running => RecoveryAction::GoOn,
         VmPhase::Merging { paused_by_us: cont } => RecoveryAction::EndMerge { cont: *cont },
         VmPhase::Protecting { paused_by_us: cont } => RecoveryAction::EndProtection { cont: *cont },
         VmPhase::Standby { started: true } => RecoveryAction::FinishFailover,
-        VmPhase::Saving { image, paused_by_us, then_stop, .. } => {
-            recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
+        VmPhase::Saving { image, paused_by_us, then_stop, upload, .. } => {
+            let is_whole = match upload {
+                // Only an object is the image of a VM that ends.
+                Some(upload) if *then_stop => upload.is_complete,
+                _ => remains.image_whole,
+            };
+            recover_save(image, *paused_by_us, *then_stop, is_whole)
         }
         VmPhase::Restoring {
             image, ids, mode, started: true, on_error, must_stay_paused, ..
@@ -157,6 +165,7 @@ fn recover_save(image: &Path, paused: bool, then_stop: bool, whole: bool) -> Rec
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::records::journal::ImageUpload;
     use crate::records::name::VmName;
     use crate::records::process_exit::ProcessExit;
     use crate::testing::hypervisor_record;
@@ -182,8 +191,17 @@ mod tests {
             replaces: None,
             paused_by_us,
             then_stop,
+            upload: None,
             drives,
         })
+    }
+
+    fn storing(then_stop: bool, is_complete: bool) -> Journal {
+        let mut journal = saving(true, then_stop);
+        if let VmPhase::Saving { upload, .. } = &mut journal.phase {
+            *upload = Some(ImageUpload { location: "s3://vms/i".into(), is_complete });
+        }
+        journal
     }
 
     fn restoring(started: bool) -> Journal {
@@ -292,6 +310,24 @@ mod tests {
         let finish = |cont, stop| RecoveryAction::FinishSave { cont, stop, image: "/i".into() };
         assert_eq!(decide_recovery(&saving(false, false), LIVES_WHOLE), finish(false, false));
         assert_eq!(decide_recovery(&saving(true, true), LIVES_WHOLE), finish(false, true));
+    }
+
+    #[test]
+    fn a_vm_ends_only_when_its_image_is_in_the_store() {
+        let abort = RecoveryAction::AbortSave { cont: true, unfinished: "/i".into() };
+        assert_eq!(decide_recovery(&storing(true, false), LIVES), abort);
+        assert_eq!(decide_recovery(&storing(true, false), LIVES_WHOLE), abort);
+        let end = RecoveryAction::FinishSave { cont: false, stop: true, image: "/i".into() };
+        // The file may be removed by then.
+        assert_eq!(decide_recovery(&storing(true, true), LIVES), end);
+        assert_eq!(decide_recovery(&storing(true, true), LIVES_WHOLE), end);
+        let kept = RecoveryAction::RecordEnd { unfinished: None };
+        let whole = SurvivingParts { image_whole: true, ..GONE };
+        assert_eq!(decide_recovery(&storing(true, false), whole), kept);
+        assert_eq!(decide_recovery(&storing(true, true), GONE), kept);
+        // A checkpoint keeps its file until a journal without this phase has it.
+        let keep = RecoveryAction::FinishSave { cont: true, stop: false, image: "/i".into() };
+        assert_eq!(decide_recovery(&storing(false, false), LIVES_WHOLE), keep);
     }
 
     #[test]

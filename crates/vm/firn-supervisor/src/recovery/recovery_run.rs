@@ -16,6 +16,7 @@ use crate::devices::mirrored_disks;
 use crate::devices::network::OUTPUT_BLOCKED;
 use crate::hypervisor::{qemu, restored_domain};
 use crate::operations::domain_restore;
+use crate::operations::image_upload;
 use crate::operations::restore_work::InheritedRestore;
 use crate::operations::standby::announce_addresses;
 use crate::operations::vm_start::StartedVm;
@@ -159,6 +160,8 @@ impl RecoveryRun<'_> {
             remove_unfinished(image);
             format!("the checkpoint to {} was aborted: the VM ended", image.display())
         });
+        let unsent = self.describe_unsent().filter(|_| unfinished.is_none());
+        let text = text.or(unsent.map(|text| format!("{text}: the VM ended")));
         if unfinished.is_some() {
             disk_snapshots::abandon_snapshots(&self.journal, None);
         }
@@ -247,6 +250,9 @@ impl RecoveryRun<'_> {
         close_page_faults(&hypervisor_record)?;
         resume_vm(&hypervisor_record, cont)?;
         remove_unfinished(unfinished);
+        if self.describe_unsent().is_some() {
+            image_upload::remove_spooled(unfinished);
+        }
         self.abandon_drive_files(&hypervisor_record)?;
         let text = format!(
             "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
@@ -322,9 +328,13 @@ impl RecoveryRun<'_> {
         close_page_faults(&hypervisor_record)?;
         resume_vm(&hypervisor_record, cont)?;
         let text = format!("checkpoint {} is whole", image.display());
+        let unsent = self.describe_unsent().map(|text| format!("{text}: the supervisor died"));
         self.record_running(|journal| {
             disk_snapshots::hand_over_files(journal);
-            journal.record_success(text);
+            match unsent {
+                Some(text) => journal.record_failure(text),
+                None => journal.record_success(text),
+            }
         })
     }
 
@@ -354,7 +364,14 @@ impl RecoveryRun<'_> {
         // nothing.
         let by_force = StopRequest { force: true, ..StopRequest::default() };
         qemu::end_hypervisor(&hypervisor_record, hypervisor, by_force)?;
-        let text = format!("suspended to {}", image.display());
+        let phase = self.journal.current_journal().phase;
+        let text = match phase {
+            VmPhase::Saving { upload: Some(upload), .. } => {
+                image_upload::remove_spooled(image);
+                format!("suspended to {}", upload.location)
+            }
+            _ => format!("suspended to {}", image.display()),
+        };
         let change = |journal: &mut Journal| {
             disk_snapshots::hand_over_files(journal);
             journal.phase = VmPhase::Ended { exit: ProcessExit::Stopped, at: unix_seconds() };
@@ -363,6 +380,16 @@ impl RecoveryRun<'_> {
         self.journal.update(change).while_doing("writing the journal")?;
         event_loop::remove_sockets(self.vm).while_doing("removing sockets")?;
         Ok(None)
+    }
+
+    /// Which file has an image that is not in its store. `None` if there is none.
+    fn describe_unsent(&self) -> Option<String> {
+        match self.journal.current_journal().phase {
+            VmPhase::Saving { image, upload: Some(upload), .. } if !upload.is_complete => {
+                Some(image_upload::describe_unsent(&image, &upload.location))
+            }
+            _ => None,
+        }
     }
 
     fn record_running(&self, note: impl FnOnce(&mut Journal)) -> Result<(), Failure> {

@@ -158,6 +158,7 @@ mod tests {
                 replaces: None,
                 paused_by_us: first,
                 then_stop: second,
+                upload: None,
                 drives: Vec::new(),
             });
             phases.push(VmPhase::Restoring {

@@ -1,16 +1,11 @@
-//! What the verbs for images in object storage have in common: the program that they run.
-//!
-//! `firn-store`, beside `firn`, has the clients of stores. It replies on its standard output, one JSON
-//! value per line: progress, then facts or a failure. It ends with the process that started it.
+//! What the verbs for images in object storage have in common: they run `firn-store`.
 
 use std::ffi::OsStr;
-use std::io::{BufRead as _, BufReader};
-use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::AtomicBool;
 
 use firn_cache::is_location;
-use firn_supervisor::{Failure, FailureContext as _, FailureKind, SupervisorReply};
+use firn_supervisor::{Failure, FailureKind, StoreProgram};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -65,58 +60,7 @@ pub fn read_facts<T: DeserializeOwned + Default>(facts: &Value) -> T {
 
 /// Runs a command of `firn-store`; returns its facts. Shows its progress.
 pub fn run_store<I: AsRef<OsStr>>(args: impl IntoIterator<Item = I>) -> Result<Value, Failure> {
-    let mut child = spawn_store(args)?;
-    let replied = read_replies(&mut child);
-    // If its reply is no reply, it may still run, and be blocked.
-    if replied.is_err() {
-        let _ = child.kill();
-    }
-    let status = child.wait().while_doing("waiting for firn-store")?;
-    match replied? {
-        Some(SupervisorReply::Done { facts }) => Ok(facts),
-        Some(SupervisorReply::Failed(failure)) => Err(failure),
-        _ => Err(Failure::new(FailureKind::Other, describe_end(status))),
-    }
-}
-
-fn describe_end(status: ExitStatus) -> String {
-    match status.signal() {
-        Some(signal) => format!("firn-store was ended by signal {signal}"),
-        None => format!("firn-store ended without a reply ({status})"),
-    }
-}
-
-fn spawn_store<I: AsRef<OsStr>>(args: impl IntoIterator<Item = I>) -> Result<Child, Failure> {
-    let program = find_program()?;
-    let mut command = Command::new(&program);
-    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped());
-    command.spawn().while_doing(format!("running {}", program.display()))
-}
-
-/// The program beside this one.
-fn find_program() -> Result<PathBuf, Failure> {
-    let this = std::env::current_exe().while_doing("finding the program firn")?;
-    let program = this.with_file_name(firn_cache::PROGRAM);
-    match program.exists() {
-        true => Ok(program),
-        false => {
-            let text = format!("there is no {}, which object storage needs", program.display());
-            let hint = "install all programs of Firn in one directory (`make install`)";
-            Err(Failure::new(FailureKind::Host, text).with_hint(hint))
-        }
-    }
-}
-
-/// Its last reply. `None` if it ended without one.
-fn read_replies(child: &mut Child) -> Result<Option<SupervisorReply>, Failure> {
     let mut bar = TerminalBar::new();
-    let lines = child.stdout.take().map(BufReader::new).into_iter().flat_map(BufReader::lines);
-    for line in lines {
-        let line = line.while_doing("reading the reply of firn-store")?;
-        match serde_json::from_str(&line).while_doing("reading the reply of firn-store")? {
-            SupervisorReply::Progress(progress) => bar.show_progress(&progress),
-            last => return Ok(Some(last)),
-        }
-    }
-    Ok(None)
+    let program = StoreProgram { credentials: None, cancel: &AtomicBool::new(false) };
+    program.run(args, &mut |progress| bar.show_progress(progress))
 }

@@ -331,7 +331,13 @@ fn a_supervisor_checks_files_itself() {
     let base = RuntimeDir::from_path(session.runtime_dir());
     let request = |image: &Path, choices: SaveChoices| {
         let (image, name) = (image.to_owned(), VmName::new("live").unwrap());
-        let save = SaveRequest { image, choices, keys: Vec::new(), cancel_with_client: false };
+        let save = SaveRequest {
+            image,
+            choices,
+            keys: Vec::new(),
+            store: None,
+            cancel_with_client: false,
+        };
         let base = base.clone();
         let asked = std::thread::spawn(move || {
             send_request(&base, &name, &SupervisorRequest::Checkpoint(save), &mut |_| ())

@@ -59,6 +59,7 @@ mod sealed;
 mod session;
 mod storage;
 mod storage_snapshots;
+mod stored_checkpoint;
 mod stored_restore;
 mod switch;
 mod tiny_guest;

@@ -64,6 +64,8 @@ pub const ARGUMENTS: &[PathArgument] = &[
     ),
     argument("attach qmp", Socket, "attach web --pid PID --qmp @", "qmp"),
     argument("doctor qmp", Socket, "doctor --pid PID --qmp @", "qmp"),
+    waiting("checkpoint spool", Directory, "checkpoint live -o s3://bucket/web.firn --spool @"),
+    waiting("suspend spool", Directory, "suspend live -o s3://bucket/web.firn --spool @"),
     argument("checkpoint output", Output, "checkpoint live -o @", "new.firn"),
     argument(
         "checkpoint disk_dir",

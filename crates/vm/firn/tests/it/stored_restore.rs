@@ -297,6 +297,47 @@ fn a_guest_runs_from_the_store() {
     stop(&vm);
 }
 
+/// What `restore` says of the background fill.
+fn fill_of(server: &ObjectServer<'_>, args: &[&str]) -> String {
+    let facts = server.json(&[&["restore"], args].concat());
+    facts["fill"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_fill_from_the_store_waits_for_a_responsive_guest() {
+    let Some(vm) = stored_vm() else { return };
+    let server = ObjectServer::start(&vm.session).unwrap();
+    let filling = vm.session.path("filling");
+    let mut command = server.command(&["--json", "restore", WEB]);
+    command.env("FIRN_FAULT", format!("restore.fill=WAIT:{}", text(&filling)));
+    let begun = std::time::Instant::now();
+    let restored = Answer::of(command.output().unwrap()).succeeds();
+    let facts: serde_json::Value = serde_json::from_str(&restored.out).unwrap();
+    assert_eq!(facts["fill"], "when-responsive");
+    eventually("the fill begins", PATIENCE, || filling.exists());
+    // The guest ran for a second before.
+    assert!(begun.elapsed() > Duration::from_secs(1), "{:?}", begun.elapsed());
+    let (fetched, all) = (
+        vm.session.cache_report().unwrap().fetched_bytes,
+        fs::metadata(server.object("web.firn")).unwrap().len(),
+    );
+    assert!(fetched < all, "{fetched} of {all}");
+    fs::remove_file(&filling).unwrap();
+    vm.session.firn(&["status", "web", "--watch"]).succeeds();
+    vm.is_well();
+    stop(&vm);
+    // What is in the cache, and on the disk, is filled as a file is.
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(fill_of(&server, &[WEB, "--wait"]), "at-once");
+    stop(&vm);
+    assert_eq!(
+        fill_of(&server, &["kept.firn", "--fill", "when-responsive", "--wait"]),
+        "when-responsive"
+    );
+    vm.is_well();
+    stop(&vm);
+}
+
 /// Restores in the lazy mode, and does something when the guest is about to run.
 fn restore_and(vm: &Vm, server: &ObjectServer<'_>, then: impl FnOnce()) {
     let begun = vm.session.path("begun");

@@ -1,0 +1,170 @@
+//! Fill start: when a background fill that waits for the guest may begin.
+//!
+//! From object storage each byte that the fill reads costs money, and a share of a link that the
+//! guest's own reads need. In the first seconds they need all of it. So such a fill waits until the
+//! guest is responsive, by the definition of TTR(1 s, 90 %) (Zhang et al., VEE 2011, section 4.3): in
+//! a window of a second, the guest waited for storage for a tenth of the time at most.
+//!
+//! ```text
+//!   prefetches       ###########|
+//!   demand reads     ## ### ##  | ### ##   #    #              #
+//!   the fill                    | asks, and counts . . . . . . . . |## ## ## ##
+//!                                                 '-- a second ----'
+//! ```
+//!
+//! The fill asks for the first time when all prefetches have begun. A guest that never becomes
+//! responsive needs memory that no prefetch brings: after a minute the fill begins in any case. Once it
+//! has begun, it stays so.
+
+use std::time::Duration;
+
+/// The window in which a guest that is responsive hardly waits for storage.
+const WINDOW: Duration = Duration::from_secs(1);
+/// The parts of the window.
+const PARTS: u32 = 10;
+const PART: Duration = Duration::from_millis(100);
+/// The maximum time of demand reads in a window of a responsive guest.
+const WAITED_MAX: Duration = Duration::from_millis(100);
+/// The longest time for which the fill waits.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// Decides when the fill begins.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct FillStart {
+    has_begun: bool,
+    /// When the fill asked first.
+    asked: Option<Duration>,
+    /// The time that demand reads took in each part of the last window, as a ring.
+    waited: [Duration; PARTS as usize],
+    /// The number of the newest part, counted from time zero.
+    newest: u32,
+    /// The end of the last demand read: those at the same time count once.
+    last_end: Duration,
+}
+
+impl FillStart {
+    /// The guest waited for a read from storage.
+    pub(super) fn record_demand_read(&mut self, began: Duration, ended: Duration) {
+        if self.has_begun {
+            return;
+        }
+        let mut from = began.max(self.last_end);
+        self.last_end = self.last_end.max(ended);
+        self.drop_old_parts(ended);
+        while from < ended {
+            let part = part_of(from);
+            let until = ended.min(PART * (part + 1));
+            if part + PARTS > self.newest {
+                self.waited[(part % PARTS) as usize] += until - from;
+            }
+            from = until;
+        }
+    }
+
+    /// When the fill asks again; `None` if it may begin now.
+    pub(super) fn check_start(
+        &mut self,
+        is_guest_waiting: bool,
+        now: Duration,
+    ) -> Option<Duration> {
+        if self.has_begun {
+            return None;
+        }
+        let asked = *self.asked.get_or_insert(now);
+        self.drop_old_parts(now);
+        let waited: Duration = self.waited.iter().sum();
+        let is_responsive = now >= asked + WINDOW && !is_guest_waiting && waited <= WAITED_MAX;
+        self.has_begun = is_responsive || now >= asked + WAIT_MAX;
+        if self.has_begun { None } else { Some(now + PART) }
+    }
+
+    fn drop_old_parts(&mut self, now: Duration) {
+        let newest = part_of(now);
+        for part in (self.newest + 1..=newest).take(PARTS as usize) {
+            self.waited[(part % PARTS) as usize] = Duration::ZERO;
+        }
+        self.newest = self.newest.max(newest);
+    }
+}
+
+fn part_of(time: Duration) -> u32 {
+    u32::try_from(time.as_millis() / PART.as_millis()).unwrap_or(u32::MAX - PARTS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// When the fill begins, for a guest that has waited for `read` in each `every` until `until`.
+    fn begins_at(read: Duration, every: Duration, until: Duration) -> Duration {
+        let (mut start, mut next) = (FillStart::default(), 7 * MS);
+        let mut now = Duration::ZERO;
+        loop {
+            while next + read <= now && next < until {
+                start.record_demand_read(next, next + read);
+                next += every;
+            }
+            let is_waiting = next < until && next <= now;
+            match start.check_start(is_waiting, now) {
+                Some(then) => {
+                    assert!(then > now);
+                    now = then;
+                }
+                None => return now,
+            }
+        }
+    }
+
+    #[test]
+    fn a_guest_that_does_not_wait_is_responsive_after_a_window() {
+        assert_eq!(begins_at(MS, MS, Duration::ZERO), WINDOW);
+    }
+
+    #[test]
+    fn a_guest_that_waits_seldom_is_responsive() {
+        assert!(begins_at(20 * MS, 300 * MS, WAIT_MAX) <= 2 * WINDOW);
+    }
+
+    #[test]
+    fn the_fill_waits_until_a_window_after_the_guest_has_its_working_set() {
+        let busy = Duration::from_secs(7);
+        let begun = begins_at(20 * MS, 25 * MS, busy);
+        assert!(begun > busy + WINDOW / 2 && begun <= busy + WINDOW + 2 * PART, "{begun:?}");
+    }
+
+    #[test]
+    fn a_guest_that_always_waits_is_filled_after_a_minute() {
+        assert_eq!(begins_at(20 * MS, 25 * MS, 2 * WAIT_MAX), WAIT_MAX);
+    }
+
+    #[test]
+    fn reads_at_the_same_time_count_once() {
+        let mut start = FillStart::default();
+        assert!(start.check_start(false, Duration::ZERO).is_some());
+        (0..4).for_each(|_| start.record_demand_read(500 * MS, 590 * MS));
+        assert_eq!(start.check_start(false, 1000 * MS), None);
+    }
+
+    #[test]
+    fn a_read_that_runs_is_a_guest_that_waits() {
+        let mut start = FillStart::default();
+        assert!(start.check_start(true, Duration::ZERO).is_some());
+        assert!(start.check_start(true, 5000 * MS).is_some());
+        assert_eq!(start.check_start(false, 5100 * MS), None);
+        // It does not end once it has begun.
+        start.record_demand_read(5100 * MS, 9000 * MS);
+        assert_eq!(start.check_start(true, 9000 * MS), None);
+    }
+
+    #[test]
+    fn only_the_last_second_of_a_long_read_counts() {
+        let mut start = FillStart::default();
+        assert!(start.check_start(false, Duration::ZERO).is_some());
+        start.record_demand_read(Duration::ZERO, 3000 * MS);
+        assert!(start.check_start(false, 3010 * MS).is_some());
+        assert!(start.check_start(false, 3700 * MS).is_some());
+        assert_eq!(start.check_start(false, 3800 * MS), None);
+    }
+}
