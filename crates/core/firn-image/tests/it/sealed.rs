@@ -236,7 +236,10 @@ fn memory_blocks_that_changed_their_place_are_refused() {
 
 #[test]
 fn parts_of_two_images_with_one_key_are_refused() {
-    let (one, other) = (Subject::new(Codec::None, 8), Subject::new(Codec::None, 8));
+    let one = Subject::new(Codec::None, 8);
+    // What is random in an image is a few bytes longer or shorter at times.
+    let is_alike = |other: &Subject| one.sections() == other.sections();
+    let other = (0..1000).map(|_| Subject::new(Codec::None, 8)).find(is_alike).unwrap();
     assert_eq!(one.good.len(), other.good.len());
     let start = one.sections()[0].2;
     let mut ranges = vec![0..4096, 4096..start, 4096..8192, start..one.good.len()];

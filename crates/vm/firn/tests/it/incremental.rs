@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::faults::{DRAINED, base, base_past_the_page_cache, points};
 use crate::parts::part_of;
 use crate::session::{Session, kill, text};
-use crate::vm::{Vm, userfaultfds};
+use crate::vm::{LOAD, Vm, userfaultfds};
 
 /// Saves, and compares the image with memory as it was at the cut.
 #[track_caller]
@@ -225,7 +225,7 @@ fn writes_are_not_forgotten_with_a_save_that_failed() {
     let mut vm = Vm::new();
     let stop = vm.session.path("stop");
     vm.session.arm(Some(&format!("image.rename=EIO:{}", text(&stop))));
-    let mut vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+    let mut vm = vm.booted(&LOAD);
     vm.session.arm(None);
     let session = &vm.session;
     save(session, "d0.firn", &["--strategy", "pre-copy"]);

@@ -18,7 +18,7 @@ use crate::own_qemu::resources_of;
 use crate::parts::part_of;
 use crate::protect::{committed_of, protect, standby_called};
 use crate::session::{Session, eventually, kill, text};
-use crate::vm::{Vm, qemu_img, writes};
+use crate::vm::{LOAD, Vm, qemu_img, writes};
 
 const PATIENCE: Duration = Duration::from_secs(90);
 /// How often a VM is killed. More by the environment.
@@ -257,7 +257,7 @@ fn killed_while_disks_are_mirrored() {
     let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
     vm = vm.with(&["-qmp", &qmp]);
     vm.create_disks("16M");
-    let vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+    let vm = vm.booted(&LOAD);
     vm.write_to_disks();
     let mut vm = vm;
     vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();

@@ -14,6 +14,10 @@ use crate::session::{Session, eventually, kill, text};
 /// How long a guest may take to boot, or to answer, on a busy host.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// What the writers of most guests do: a rate that leaves processors to other guests, which are
+/// emulated as well.
+pub const LOAD: [&str; 4] = ["--mib", "48", "--rate", "600"];
+
 /// A session with a guest that checks its own memory all the time, as VM `web`.
 pub struct Vm {
     pub session: Session,
@@ -42,7 +46,7 @@ impl Drop for Vm {
 impl Vm {
     /// Boots a guest and lets it work.
     pub fn boot() -> Self {
-        Self::new().booted(&["--mib", "48", "--rate", "2000"])
+        Self::new().booted(&LOAD)
     }
 
     /// Such a guest at work, restored: for tests to which it is the same how it began.
@@ -62,11 +66,7 @@ impl Vm {
             (vm.session, vm.saved, vm.disks) = (session, Some(saved), disks);
             return vm;
         }
-        let vm = if has_disks {
-            vm.booted_with_disks()
-        } else {
-            vm.booted(&["--mib", "48", "--rate", "2000"])
-        };
+        let vm = if has_disks { vm.booted_with_disks() } else { vm.booted(&LOAD) };
         let mut vm = crate::faults::saved(vm);
         vm.saved = Some(pool::note(&vm.session, &vm.disks));
         vm
@@ -97,7 +97,7 @@ impl Vm {
     fn booted_with_disks(self) -> Self {
         let mut vm = self;
         vm.create_disks("16M");
-        let vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+        let vm = vm.booted(&LOAD);
         vm.write_to_disks();
         vm
     }
@@ -113,7 +113,7 @@ impl Vm {
 
     /// Has a guest that runs write to its memory.
     pub fn with_load(self) -> Self {
-        self.writing(&["--mib", "48", "--rate", "2000"])
+        self.writing(&LOAD)
     }
 
     /// Has the guest write to the first 16 MiB of its disks, and check them.
@@ -136,14 +136,14 @@ impl Vm {
             .output();
         assert!(made.unwrap().status.success());
         vm.file_system = Some(path);
-        vm.booted(&["--mib", "48", "--rate", "2000"])
+        vm.booted(&LOAD)
     }
 
     /// Boots a guest whose saves stay half done for a while, so that a test can look at them.
     pub fn boot_with_slow_saves() -> Self {
         let mut vm = Self::new();
         vm.session.arm(Some("save.tracing=HOLD"));
-        let mut vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+        let mut vm = vm.booted(&LOAD);
         vm.session.arm(None);
         vm
     }
@@ -152,13 +152,13 @@ impl Vm {
     pub fn boot_scanned() -> Self {
         let vm = Self::new();
         vm.run(&["--working-set", "access-bits", "--restore-speed", "2G"]);
-        vm.writing(&["--mib", "48", "--rate", "2000"])
+        vm.writing(&LOAD)
     }
 
     /// Boots a guest in a session that may have been prepared, with options for `firn run`.
     pub fn booted_with(self, options: &[&str]) -> Self {
         self.run(options);
-        self.writing(&["--mib", "48", "--rate", "2000"])
+        self.writing(&LOAD)
     }
 
     /// Adds words to QEMU's command line, for a guest that is booted later.
@@ -470,7 +470,7 @@ fn a_vm_with_private_memory() {
     vm.control();
     let vm = {
         session.firn(&["attach", "web", "--pid", &pid, "--qmp", text(&qmp)]).succeeds();
-        vm.writing(&["--mib", "48", "--rate", "2000"])
+        vm.writing(&LOAD)
     };
     let session = &vm.session;
     let trace = session.firn(&["checkpoint", "web", "-o", "web.firn", "--strategy", "trace"]);

@@ -20,7 +20,7 @@ use rustix::process::Signal;
 
 use crate::network::{kill_standby, some_time};
 use crate::session::{Answer, eventually, kill, signal, text};
-use crate::vm::{Vm, writes};
+use crate::vm::{LOAD, Vm, writes};
 
 const PATIENCE: Duration = Duration::from_secs(90);
 const HOSTS: [&str; 2] = ["a", "b"];
@@ -116,7 +116,7 @@ impl Site {
         let args = vm.qemu_args();
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         self.firn(&vm, 0, &[&["run", "web", "--quiet", "--"], &args[..]].concat()).succeeds();
-        let vm = vm.writing(&["--mib", "48", "--rate", "2000"]);
+        let vm = vm.writing(&LOAD);
         let mut control = vm.control();
         for (job, program) in [("echo", "echo"), ("count", "count")] {
             control.spawn_job(job, &["firn-guest", "net-dma", program]).unwrap();
@@ -347,7 +347,7 @@ fn user_mode_networking_is_held_too() {
     let args = vm.qemu_args();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     site.firn(&vm, 0, &[&["run", "web", "--quiet", "--"], &args[..]].concat()).succeeds();
-    let vm = vm.writing(&["--mib", "48", "--rate", "2000"]);
+    let vm = vm.writing(&LOAD);
     let mut control = vm.control();
     control.spawn_job("count", &["firn-guest", "net-dma", "count"]).unwrap();
     control.wait_output("count", "ready", PATIENCE).unwrap();
