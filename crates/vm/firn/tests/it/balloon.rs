@@ -27,7 +27,7 @@ const UNTOUCHED: u64 = 16 * MIB;
 pub const LITTLE: u64 = 152 * MIB;
 
 /// The guest's writers: they leave it enough memory to give back.
-const WRITERS: [&str; 4] = ["--mib", "24", "--rate", "600"];
+const WRITERS: [&str; 4] = ["--mib", "24", "--rate", "2000"];
 
 /// Debian's kernels clear each page that they allocate, also for the balloon: then a fault handler
 /// copies the page before it is given back, and nothing can be lost.

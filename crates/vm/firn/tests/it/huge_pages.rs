@@ -95,7 +95,7 @@ impl Drop for HugeVm {
     }
 }
 
-const WRITERS: [&str; 6] = ["firn-guest", "writers", "--mib", "48", "--rate", "600"];
+const WRITERS: [&str; 6] = ["firn-guest", "writers", "--mib", "48", "--rate", "2000"];
 
 #[test]
 fn shared_huge_pages_are_saved_by_every_strategy() {

@@ -482,8 +482,6 @@ fn verbs_that_need_a_file_say_so() {
         assert!(answer.err.contains(&format!("firn image {verb}")), "{}", answer.err);
     };
     hint(session.firn(&["image", "verify", WEB]), "pull");
-    hint(session.firn(&["checkpoint", "web", "-o", WEB]), "push");
-    hint(session.firn(&["suspend", "web", "-o", WEB]), "push");
     session.firn(&["image", "rm", "web.firn", WEB]).fails(2, "one command");
     session.firn(&["image", "rm", "web.firn", "--force"]).fails(2, "one command");
     assert!(session.path("web.firn").exists());

@@ -192,10 +192,11 @@ fn a_vm_ends_only_if_its_image_is_in_the_store() {
                 stop(&vm);
             }
         }
+        // Where there is none, the next upload removes what is left of this one.
         if has_object {
             is_restored_well(&vm, &server, &[]);
+            forget_object(&server);
         }
-        forget_object(&server);
     }
 }
 
@@ -250,8 +251,7 @@ fn what_a_store_cannot_have_is_refused_before_the_vm_is_saved() {
     refused(&["-o", "new.firn", "--spool", "."], 2, "--spool is for images");
     refused(&["-o", WEB, "--spool", "missing"], 2, "missing");
     refused(&["-o", "s3://vms/"], 2, "add the name of the image");
-    refused(&["-o", "https://host.invalid/web.firn"], 2, "host.invalid");
-    refused(&["-o", "s3://none/web.firn"], 1, "no bucket");
+    refused(&["-o", "https://host.invalid/web.firn"], 2, "can only be read");
     refused(&["-o", WEB], 5, "snapshots of the VM's disks");
     assert_eq!(vm.session.files("new"), Vec::<String>::new());
     assert!(!server.object("web.firn").exists());

@@ -14,9 +14,9 @@ use crate::session::{Session, eventually, kill, text};
 /// How long a guest may take to boot, or to answer, on a busy host.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What the writers of most guests do: a rate that leaves processors to other guests, which are
-/// emulated as well.
-pub const LOAD: [&str; 4] = ["--mib", "48", "--rate", "600"];
+/// What the writers of most guests do. A guest that writes less often needs its first missing page
+/// in a device, so that no outage pauses it.
+pub const LOAD: [&str; 4] = ["--mib", "48", "--rate", "2000"];
 
 /// A session with a guest that checks its own memory all the time, as VM `web`.
 pub struct Vm {
