@@ -5,7 +5,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use firn_agent::vms::OnReady;
 use firn_agent::{AgentConfig, DetectorTiming, LocalVms, membership};
@@ -19,7 +20,7 @@ use firn_supervisor::{
 };
 use serde_json::{Value, json};
 
-use crate::host::{Host, eventually, name};
+use crate::host::{Host, PATIENCE, eventually, name};
 use crate::membership::configured;
 
 /// `web` at one host.
@@ -365,11 +366,14 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
     assert!(refused.to_string().contains("runs at host a"), "{refused}");
     let hint = refused.hint.unwrap();
     assert!(hint.contains("`firn cluster forget web`"), "{hint}");
-    let mut forgotten = None;
-    eventually("a is lost, and the leases are over", || {
-        forgotten = forget(c).ok();
-        forgotten.is_some()
-    });
+    let mut forgotten = forget(c);
+    let start = Instant::now();
+    while let Err(refused) = &forgotten {
+        // A is lost, and the leases are over.
+        assert!(start.elapsed() < PATIENCE, "{refused}");
+        thread::sleep(Duration::from_millis(50));
+        forgotten = forget(c);
+    }
     let ForgottenRecord { vms, hosts: rests, .. } = forgotten.unwrap();
     assert_eq!(vms, ["web"]);
     let why = |host: &str| rests.iter().find(|(it, _)| it.starts_with(host)).unwrap().1;
