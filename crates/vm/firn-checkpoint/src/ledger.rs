@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!   Unsaved --claim--> Copying --copied--> Saved
-//!              |                             ^
-//!              +-- a second claimer waits ---+        (a copy takes about a microsecond)
+//!     |        |                             ^
+//!     |        +-- a second claimer waits ---+        (a copy takes about a microsecond)
+//!     '--no backing--> Empty
 //! ```
 //!
 //! The exactness of the image depends on this table. A block may be released to the guest only when
@@ -24,14 +25,17 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 const UNSAVED: u8 = 0;
 const COPYING: u8 = 1;
 const SAVED: u8 = 2;
+const EMPTY: u8 = 3;
 
 /// The result of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockClaim {
     /// The caller must copy the block now, then call [`CopyLedger::mark_saved`].
     Mine,
-    /// The block's copy, made by another thread, is complete.
+    /// The block's copy, made before or by another thread, is complete.
     Saved,
+    /// The block had no backing at the cut, and needs no copy.
+    Empty,
 }
 
 /// The state of every memory block of one save.
@@ -65,15 +69,24 @@ impl CopyLedger {
     /// Sleeps if it takes long: the copying thread may be waiting for a processor, and for this
     /// one.
     fn wait_saved(&self, block: Block) -> BlockClaim {
-        let is_saved = || self.states[block.index()].load(Ordering::Acquire) == SAVED;
+        let state = || self.states[block.index()].load(Ordering::Acquire);
         let mut checks = 0..SPINS_MAX;
-        while !is_saved() {
-            match checks.next() {
-                Some(_) => std::hint::spin_loop(),
-                None => std::thread::sleep(POLL_INTERVAL),
+        loop {
+            match (state(), checks.next()) {
+                (SAVED, _) => return BlockClaim::Saved,
+                (EMPTY, _) => return BlockClaim::Empty,
+                (_, Some(_)) => std::hint::spin_loop(),
+                (_, None) => std::thread::sleep(POLL_INTERVAL),
             }
         }
-        BlockClaim::Saved
+    }
+
+    /// Records that a block needs no copy, unless a thread has claimed it in the meantime.
+    pub(crate) fn mark_empty(&self, block: Block) {
+        let state = &self.states[block.index()];
+        if state.compare_exchange(UNSAVED, EMPTY, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            self.unsaved.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 
     /// Ends a claim: the block's copy is complete.
@@ -108,6 +121,19 @@ mod tests {
         ledger.mark_saved(Block(0));
         assert_eq!(ledger.claim_block(Block(0)), BlockClaim::Saved);
         assert_eq!(ledger.unsaved_count(), 1);
+    }
+
+    #[test]
+    fn a_block_without_backing_needs_no_copy() {
+        let ledger = CopyLedger::new(3);
+        assert!(ledger.try_claim(Block(1)));
+        (0..2).map(Block).for_each(|block| ledger.mark_empty(block));
+        assert_eq!(ledger.claim_block(Block(0)), BlockClaim::Empty);
+        assert_eq!(ledger.unsaved_count(), 2);
+        ledger.mark_saved(Block(1));
+        assert_eq!(ledger.claim_block(Block(1)), BlockClaim::Saved);
+        ledger.mark_empty(Block(1));
+        assert_eq!((ledger.unsaved_count(), ledger.claim_block(Block(2))), (1, BlockClaim::Mine));
     }
 
     #[test]

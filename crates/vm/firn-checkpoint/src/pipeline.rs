@@ -40,7 +40,7 @@ pub(crate) struct RawBlock {
     pub(crate) lane: PackingLane,
     pub(crate) block: Block,
     pub(crate) bytes: Box<[u8]>,
-    /// Whether the block was submitted before, with other content. That must be done: see
+    /// Whether the block was submitted before. If that was with other content, it must be done: see
     /// [`PipelineIntake::wait_until_done`].
     pub(crate) again: bool,
 }
@@ -52,7 +52,7 @@ enum FinishedBlock {
     Packed(PackingLane, PackedBlock),
 }
 
-/// A block of zeros, and whether it was submitted before with other content.
+/// A block of zeros, and whether it was submitted before.
 struct ZeroBlock {
     block: Block,
     again: bool,
@@ -79,9 +79,11 @@ struct PipelineState {
 }
 
 impl PipelineState {
-    fn count_guest_block(&self, done: &FinishedBlock) {
-        let is_guests =
+    /// A block that is stored a second time is no progress.
+    fn count_guest_block(&self, done: &FinishedBlock, again: bool) {
+        let is_first =
             matches!(done, FinishedBlock::Packed(lane, _) if *lane != PackingLane::Sweep);
+        let is_guests = is_first && !again;
         self.guest_blocks.fetch_add(u64::from(is_guests), Ordering::Relaxed);
     }
 }
@@ -277,7 +279,7 @@ impl CompressorThread {
                     CompressedBlock::Packed(packed) => FinishedBlock::Packed(lane, packed),
                 },
             };
-            alarm.0.count_guest_block(&done);
+            alarm.0.count_guest_block(&done, again);
             giver.0.return_buffer(bytes);
             // A guest that waits for a buffer waits for this thread.
             if giver.0.free_count() > 1 {

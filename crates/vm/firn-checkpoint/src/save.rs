@@ -128,10 +128,16 @@ fn create_writer(
     let draft = ImageDraft {
         parent: context.parent.as_deref(),
         seal: context.seal,
-        allows_again: options.strategy == SaveStrategy::PreCopy,
+        allows_again: options.strategy == SaveStrategy::PreCopy || stores_again(context, options),
         ..ImageDraft::whole_image(image_geometry(context, options), BlockOrganization::Access)
     };
     Ok(ImageWriter::create(out, &draft)?)
+}
+
+/// Whether blocks that the guest touches after the sweep are stored a second time ([`crate::trace`]).
+fn stores_again(context: &SaveContext<'_>, options: &SaveOptions) -> bool {
+    let is_watched = options.strategy == SaveStrategy::Trace && context.used.is_none();
+    is_watched && context.parent.is_none()
 }
 
 fn image_geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
@@ -241,6 +247,9 @@ impl MemoryCopy<'_, '_> {
         let cut = CutState::make_cut(self.context, self.options, ready, &mut || traced.make_cut())?;
         firn_fault::pass_point("save.resumed");
         traced.trace.end_pause();
+        if stores_again(self.context, self.options) {
+            traced.trace.permit_repeats();
+        }
         if cut.untouched_until.is_some_and(|resumed| traced.trace.was_written_before(resumed)) {
             return Err(SaveError::DeviceWroteInPause);
         }

@@ -57,12 +57,15 @@ impl FirstTouches {
         Self { is_touched: vec![false; blocks as usize], ..Self::default() }
     }
 
-    /// Records that the guest touches a block. Only the first touch of a block counts.
-    pub(crate) fn record_touch(&mut self, block: Block, now: Duration) {
-        if !std::mem::replace(&mut self.is_touched[block.index()], true) {
+    /// Records that the guest touches a block, and returns whether it is the first touch. Only that
+    /// counts.
+    pub(crate) fn record_touch(&mut self, block: Block, now: Duration) -> bool {
+        let is_first = !std::mem::replace(&mut self.is_touched[block.index()], true);
+        if is_first {
             self.blocks.push(block);
             self.times.push(now);
         }
+        is_first
     }
 
     /// The number of touched blocks.
@@ -121,7 +124,7 @@ mod tests {
         blocks
             .into_iter()
             .zip(times)
-            .for_each(|(block, at)| touches.record_touch(Block(block), ms(at)));
+            .for_each(|(block, at)| _ = touches.record_touch(Block(block), ms(at)));
         touches
     }
 

@@ -29,11 +29,16 @@
 //! with the answer: while arming, all count as written; after the cut, all of their blocks are copied
 //! first.
 //!
+//! A block that the guest touches first when the sweep has copied it already is stored a second time, where
+//! the touch before it was stored, and that place counts: so what the guest uses is contiguous in the image, in
+//! the order of its use, however early the sweep came. Its content is still that of the cut, because
+//! no page of a block is released before its first touch.
+//!
 //! The cut, too, is made under that lock: no page can become writable between the last protection
 //! and the cut.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
@@ -54,6 +59,11 @@ use crate::written::WrittenSet;
 
 /// How long the handler sleeps when there are no faults before it checks whether it should end.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The blocks that are stored a second time: the maximum, and the maximum share of all blocks (one in so
+/// many).
+const REPEATED_MAX: u32 = 16_384;
+const REPEATED_SHARE: u32 = 8;
 
 const ARMING: u8 = 0;
 const PAUSED: u8 = 1;
@@ -76,6 +86,8 @@ pub(crate) struct SaveTrace {
     /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since
     /// 1970.
     written_us: AtomicU64,
+    /// How many more blocks may be stored a second time.
+    repeats_left: AtomicU32,
 }
 
 impl SaveTrace {
@@ -101,7 +113,23 @@ impl SaveTrace {
             releasing: AtomicBool::new(false),
             duty_cycle,
             written_us: AtomicU64::new(u64::MAX),
+            repeats_left: AtomicU32::new(0),
         }
+    }
+
+    /// Permits blocks to be stored a second time. Not for guests that may give memory back: a block
+    /// may have lost its content since the sweep copied it.
+    pub(crate) fn permit_repeats(&self) {
+        if self.discards.is_none() && !self.memory.has_huge_pages() {
+            let blocks = self.ledger.block_count() / REPEATED_SHARE;
+            self.repeats_left.store(blocks.min(REPEATED_MAX), Ordering::Relaxed);
+        }
+    }
+
+    /// Whether one more block may be stored a second time.
+    fn claim_repeat(&self) -> bool {
+        let one_less = |left: u32| left.checked_sub(1);
+        self.repeats_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
     }
 
     /// Locks the written set: while arming, no page becomes writable while the guard lives.
@@ -352,13 +380,25 @@ impl TraceFaultLoop {
     }
 
     fn save_block(&self, block: Block, lane: PackingLane) -> Result<(), SaveError> {
-        self.trace.lock_touches().record_touch(block, self.trace.now());
+        let is_first = self.trace.lock_touches().record_touch(block, self.trace.now());
         match self.trace.ledger.claim_block(block) {
             BlockClaim::Mine if self.intake.has_failed() || self.trace.has_lost() => {
                 self.trace.ledger.mark_saved(block);
             }
             BlockClaim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,
-            BlockClaim::Saved => {}
+            BlockClaim::Saved if is_first => self.repeat_block(block, lane)?,
+            BlockClaim::Saved | BlockClaim::Empty => {}
+        }
+        Ok(())
+    }
+
+    /// Stores a block that the sweep has copied a second time, beside what was touched just before.
+    fn repeat_block(&self, block: Block, lane: PackingLane) -> Result<(), SaveError> {
+        let may_repeat = self.intake.has_room() && !self.intake.has_failed();
+        if may_repeat && self.trace.claim_repeat() {
+            if let Some(bytes) = self.trace.copy_block(block, &self.intake)? {
+                self.intake.submit_block(RawBlock { lane, block, bytes, again: true });
+            }
         }
         Ok(())
     }

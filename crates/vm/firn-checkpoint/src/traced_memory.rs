@@ -129,11 +129,7 @@ impl TracedMemory {
     /// Counts blocks as saved that need no copy: they had no backing, so they were zeros at the
     /// cut. Blocks that the fault handler has claimed in the meantime are left to it.
     pub(crate) fn mark_unbacked_saved(&self, unbacked: &[Block]) {
-        for &block in unbacked {
-            if self.trace.ledger.try_claim(block) {
-                self.trace.ledger.mark_saved(block);
-            }
-        }
+        unbacked.iter().for_each(|&block| self.trace.ledger.mark_empty(block));
     }
 
     /// Detaches from the hypervisor: nothing is protected, no thread waits, no descriptor stays

@@ -1,5 +1,6 @@
 //! What a guest used before it was saved, and what comes of it.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use firn_image::{BlockOrganization, Image, ListedWorkingSet, ReorderOptions, reorder_image};
@@ -26,6 +27,27 @@ fn is_brought_in(vm: &Vm, image: &str) {
     // The writers write 2000 pages a second, where a host is not too busy.
     assert!(prefetched > 256, "{prefetched}");
     assert!(prefetched < stored, "{prefetched} of {stored}");
+}
+
+/// What the guest uses is in locality blocks that have hardly anything else, however early the sweep
+/// copied it.
+#[test]
+fn the_working_set_is_contiguous_in_the_image() {
+    let vm = Vm::resumed();
+    // The sweep is over before the guest has touched much.
+    let save = ["checkpoint", "web", "-o", "web.firn", "--reference", "web.ram"];
+    vm.session.firn(&save).succeeds();
+    vm.session.firn(&["image", "compare", "web.firn", "web.ram"]).succeeds();
+    let image = Image::open(&vm.image("web.firn")).unwrap();
+    let entries: Vec<_> =
+        image.working_set().iter().filter_map(|&block| image.entry_of(block)).collect();
+    let needed: u64 = entries.iter().map(|(_, entry)| u64::from(entry.stored_len)).sum();
+    let ids: BTreeSet<_> = entries.iter().map(|(id, _)| *id).collect();
+    let read: u64 = ids.iter().map(|id| image.used_bytes(*id) as u64).sum();
+    assert!(entries.len() > 200, "{}", entries.len());
+    assert!(read < needed * 3 / 2, "{read} bytes are read for {needed}");
+    vm.session.firn(&["stop", "web", "--force"]).succeeds();
+    is_brought_in(&vm, "web.firn");
 }
 
 fn recoveries(session: &Session) -> u64 {
