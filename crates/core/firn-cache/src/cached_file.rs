@@ -157,7 +157,7 @@ impl CachedFile {
     pub fn fetch_all(&self) -> io::Result<()> {
         let mut offset = 0;
         while offset < self.name.len {
-            let len = (self.name.len - offset).min(64 * UNIT_BYTES);
+            let len = (self.name.len - offset).min(256 * UNIT_BYTES);
             if !self.has_bytes(offset, len) {
                 match self.send(&CacheRequest::Read { offset, len, in_order: true })? {
                     (connection, CacheReply::Present { .. }) => {

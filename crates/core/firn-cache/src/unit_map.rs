@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!      0  a line of JSON, filled up with spaces: what object this is, and the inode of the file with its bytes
-//!   4096  one bit for each unit of 256 KiB, the first in the lowest bit: it is there
+//!   4096  one bit for each unit of 64 KiB, the first in the lowest bit: it is there
 //! ```
 //!
 //! A bit is set when the bytes are on the disk. So after SIGKILL or a power cut no bit is set for
@@ -16,7 +16,7 @@ use std::os::unix::fs::FileExt as _;
 use serde::{Deserialize, Serialize};
 
 /// Bytes of a unit: what is fetched at least.
-pub const UNIT_BYTES: u64 = 256 << 10;
+pub const UNIT_BYTES: u64 = 64 << 10;
 
 /// Bytes before the bits.
 const HEADER_BYTES: usize = 4096;

@@ -25,13 +25,34 @@ impl Image {
         self.prefetch_blocks(self.working_set())
     }
 
+    /// Has the next read of a locality block fetch its bytes once more: those in the cache are wrong. False
+    /// if its file is no object of the cache.
+    pub(crate) fn mark_for_refetch(&self, id: LocalityBlockId) -> bool {
+        let (file, offset) = self.file_and_offset(id);
+        file.report_wrong_bytes(offset, u64::from(self.geometry().locality_block_bytes))
+    }
+
+    /// Requests what nothing has requested yet, and does not wait for it: bytes that no memory block
+    /// is in any more. With them, the whole object is in the cache.
+    ///
+    /// # Errors
+    /// If the cache can't be asked.
+    pub fn prefetch_rest(&self) -> Result<(), ImageError> {
+        let mut lacking = self.layers().iter().filter(|layer| layer.source.lacks_bytes());
+        lacking.try_for_each(|layer| layer.source.prefetch_all())
+    }
+
     /// Whether bytes of its files are in object storage only. False if they were all fetched before, by
     /// this process or before it opened the image.
     pub fn is_in_store(&self) -> bool {
         self.layers().iter().any(|layer| layer.source.lacks_bytes())
     }
 
-    fn prefetch_blocks(&self, blocks: &[Block]) -> Result<(), ImageError> {
+    /// Requests memory blocks that will be read soon, as [`Self::prefetch_working_set`] does.
+    ///
+    /// # Errors
+    /// If the cache can't be asked.
+    pub fn prefetch_blocks(&self, blocks: &[Block]) -> Result<(), ImageError> {
         let mut seen = HashSet::new();
         let ids = blocks.iter().filter_map(|&block| Some(self.entry_of(block)?.0));
         let ids: Vec<_> = ids.filter(|&id| seen.insert(id)).collect();

@@ -98,11 +98,11 @@ impl ImageFile {
     }
 
     /// Records that these bytes are wrong. Of an object in the cache, the next read fetches them once
-    /// more.
-    pub(crate) fn report_wrong_bytes(&self, offset: u64, len: u64) {
-        if let Some(cached) = &self.open_file().cached {
-            cached.report_wrong_bytes(offset, len);
-        }
+    /// more. False if it is another file.
+    pub(crate) fn report_wrong_bytes(&self, offset: u64, len: u64) -> bool {
+        let open_file = self.open_file();
+        let cached = open_file.cached.as_ref();
+        cached.inspect(|cached| cached.report_wrong_bytes(offset, len)).is_some()
     }
 
     /// Requests ranges of an object that will be needed, without waiting for them.
@@ -112,6 +112,11 @@ impl ImageFile {
             Some(cached) => cached.prefetch(ranges).map_err(failed),
             None => Ok(()),
         }
+    }
+
+    /// Requests all of an object, without waiting for it.
+    pub(crate) fn prefetch_all(&self) -> Result<(), ImageError> {
+        self.prefetch(vec![(0, self.len)])
     }
 
     /// Whether bytes of the file have to be fetched from object storage, as far as is known.

@@ -195,7 +195,21 @@ fn check_some(image: &Image, next: &AtomicU32, total: u32, results: &Sender<Loca
     }
 }
 
+/// Checks a locality block; twice, if its wrong bytes may be a copy of right ones in object storage.
 fn check_one(
+    image: &Image,
+    id: LocalityBlockId,
+    stored: &mut Vec<u8>,
+    out: &mut [u8],
+) -> LocalityBlockCheck {
+    let checked = check_stored(image, id, stored, out);
+    match !checked.problems.is_empty() && image.mark_for_refetch(id) {
+        true => check_stored(image, id, stored, out),
+        false => checked,
+    }
+}
+
+fn check_stored(
     image: &Image,
     id: LocalityBlockId,
     stored: &mut Vec<u8>,

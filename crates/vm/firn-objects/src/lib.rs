@@ -4,6 +4,7 @@
 //!   /srv/web.firn       s3://vms/prod/web.firn           one object per file of a chain, the same bytes
 //!   /srv/base.firn      s3://vms/prod/base.firn          parents lie beside the image, under their names
 //!   /srv/web.firn.sig   s3://vms/prod/web.firn.sig       the signature, if there is one
+//!   /srv/web.firn.learned   s3://vms/prod/web.firn.learned   the blocks that restores have learned, if there are some
 //!                       s3://vms/prod/.firn-uploads/...  one record for each upload that is not complete
 //! ```
 //!
@@ -37,6 +38,7 @@ mod pull;
 mod push;
 mod remove;
 mod reply;
+mod side_files;
 mod storage;
 mod upload;
 mod upload_record;

@@ -4,6 +4,7 @@ use firn_image::{ImageFlaw, ImageOutline};
 
 use crate::error::StoreError;
 use crate::parts::run_jobs;
+use crate::side_files::SIDE_SUFFIXES;
 use crate::storage::{ObjectFacts, ObjectStorage, PutRule};
 use firn_cache::StoreLocation;
 
@@ -47,7 +48,7 @@ fn read_object(
     location: &StoreLocation,
     facts: &ObjectFacts,
 ) -> Result<Option<StoredImage>, StoreError> {
-    if location.name().ends_with(".sig") {
+    if SIDE_SUFFIXES.iter().any(|suffix| location.name().ends_with(suffix)) {
         return Ok(None);
     }
     let outline = match storage.read_known_outline(location, facts) {

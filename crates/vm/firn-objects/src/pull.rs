@@ -18,7 +18,9 @@ use crate::chain::{StoredFile, list_stored_chain, read_local_outline};
 use crate::download::download_object;
 use crate::error::StoreError;
 use crate::parts::TransferProgress;
-use crate::push::signature_path;
+use crate::side_files::{
+    LEARNED_BYTES_MAX, LEARNED_SUFFIX, SIGNATURE_BYTES_MAX, SIGNATURE_SUFFIX, side_path,
+};
 use crate::storage::{ObjectStorage, PutRule};
 use firn_cache::StoreLocation;
 
@@ -99,6 +101,7 @@ impl FilePull<'_> {
             true => false,
             false => {
                 self.download(progress)?;
+                self.pull_learned();
                 self.pull_signature()?
             }
         };
@@ -165,11 +168,23 @@ impl FilePull<'_> {
         }
     }
 
+    /// Pulls the learned blocks, if there are some. They only make restores faster: it is no error if
+    /// they can't be pulled.
+    fn pull_learned(&self) {
+        let at = self.stored.location.with_suffix(LEARNED_SUFFIX);
+        let path = side_path(self.path, LEARNED_SUFFIX);
+        if let Ok(Some(bytes)) = self.storage.read_small(&at, LEARNED_BYTES_MAX) {
+            let _ = firn_files::replace_private(&path, &bytes);
+        }
+    }
+
     /// Pulls the signature, if there is one.
     fn pull_signature(&self) -> Result<bool, StoreError> {
-        let at = self.stored.location.with_suffix(".sig");
-        let Some(bytes) = self.storage.read_small(&at)? else { return Ok(false) };
-        let path = signature_path(self.path);
+        let at = self.stored.location.with_suffix(SIGNATURE_SUFFIX);
+        let Some(bytes) = self.storage.read_small(&at, SIGNATURE_BYTES_MAX)? else {
+            return Ok(false);
+        };
+        let path = side_path(self.path, SIGNATURE_SUFFIX);
         let failed = |source| StoreError::Io { step: "write", path: path.clone(), source };
         firn_files::replace_output(&path, &bytes).map_err(failed)?;
         Ok(true)

@@ -19,6 +19,10 @@ use firn_image::{Image, check_sealed_file, list_chain, verify_own_file};
 use crate::chain::{LocalFile, list_local_chain};
 use crate::error::StoreError;
 use crate::parts::TransferProgress;
+use crate::side_files::{
+    LEARNED_BYTES_MAX, LEARNED_SUFFIX, SIDE_SUFFIXES, SIGNATURE_BYTES_MAX, SIGNATURE_SUFFIX,
+    side_path,
+};
 use crate::storage::{ObjectStorage, PutRule};
 use crate::upload::{FileSource, upload_file};
 use crate::upload_record::{Leftovers, abort_leftovers};
@@ -154,6 +158,7 @@ impl FilePush<'_> {
             self.verify_file(progress)?;
             self.upload(progress)?;
         }
+        self.push_learned()?;
         Ok(PushedFile {
             path: path.clone(),
             location: location.clone(),
@@ -216,8 +221,10 @@ impl FilePush<'_> {
     fn upload(&self, progress: &TransferProgress<'_>) -> Result<(), StoreError> {
         let LocalFile { path, file, outline, location } = self.local;
         if self.may_replace {
-            // The signature of the image that is replaced.
-            self.storage.remove_object(&location.with_suffix(".sig"))?;
+            // Those of the image that is replaced.
+            for suffix in SIDE_SUFFIXES {
+                self.storage.remove_object(&location.with_suffix(suffix))?;
+            }
         }
         let source = FileSource { path, file, len: outline.file_bytes };
         let uploaded = upload_file(self.storage, &source, location, progress);
@@ -234,24 +241,25 @@ impl FilePush<'_> {
 
     /// Puts the signature of a file beside its object, if the file has one.
     fn push_signature(&self) -> Result<bool, StoreError> {
-        let path = signature_path(&self.local.path);
+        let path = side_path(&self.local.path, SIGNATURE_SUFFIX);
         let failed = |source| StoreError::Io { step: "read", path: path.clone(), source };
         let bytes = match firn_files::read_input(&path, SIGNATURE_BYTES_MAX) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(failed(error)),
         };
-        self.storage.put_small(&self.local.location.with_suffix(".sig"), bytes.into())?;
+        self.storage.put_small(&self.local.location.with_suffix(SIGNATURE_SUFFIX), bytes.into())?;
         Ok(true)
     }
-}
 
-/// The maximum length of a signature in bytes.
-const SIGNATURE_BYTES_MAX: u64 = 64 << 10;
-
-/// The signature beside an image.
-pub(crate) fn signature_path(image: &Path) -> PathBuf {
-    let mut name = image.as_os_str().to_owned();
-    name.push(".sig");
-    name.into()
+    /// Puts the learned blocks of a file beside its object, if the file has some. They only make
+    /// restores faster: what can't be read is left out.
+    fn push_learned(&self) -> Result<(), StoreError> {
+        let path = side_path(&self.local.path, LEARNED_SUFFIX);
+        let at = self.local.location.with_suffix(LEARNED_SUFFIX);
+        match firn_files::read_input(&path, LEARNED_BYTES_MAX) {
+            Ok(bytes) => self.storage.put_small(&at, bytes.into()),
+            Err(_) => Ok(()),
+        }
+    }
 }

@@ -1,10 +1,11 @@
 //! Removes an image from the store.
 //!
-//! First its uploads that are not complete, then its signature, then the image: if this is
-//! interrupted, what is left is an image without a signature, or nothing.
+//! First its uploads that are not complete, then its signature and its learned blocks, then the image: if
+//! this is interrupted, what is left is an image without a signature, or nothing.
 
 use crate::error::StoreError;
 use crate::list::list_stored;
+use crate::side_files::SIDE_SUFFIXES;
 use crate::storage::{ObjectStorage, PutRule};
 use crate::upload_record::{Leftovers, abort_leftovers};
 use firn_cache::StoreLocation;
@@ -48,7 +49,9 @@ pub fn remove_image(at: &StoreLocation, force: bool) -> Result<RemovedObject, St
         return Err(StoreError::Missing { what: "object", location: at.clone() });
     }
     if was_there {
-        storage.remove_object(&at.with_suffix(".sig"))?;
+        for suffix in SIDE_SUFFIXES {
+            storage.remove_object(&at.with_suffix(suffix))?;
+        }
         storage.remove_object(at)?;
     }
     Ok(RemovedObject { location: at.clone(), was_there, aborted_uploads })

@@ -193,14 +193,17 @@ impl ObjectStorage {
     }
 
     /// A small object; `None` if there is none.
-    pub(crate) fn read_small(&self, at: &StoreLocation) -> Result<Option<Bytes>, StoreError> {
-        const SMALL_BYTES_MAX: u64 = 64 << 10;
+    pub(crate) fn read_small(
+        &self,
+        at: &StoreLocation,
+        bytes_max: u64,
+    ) -> Result<Option<Bytes>, StoreError> {
         let path = path_of(at)?;
         let read = self.runtime.block_on(async {
             let found = self.store.get_opts(&path, GetOptions::default()).await?;
-            match found.meta.size {
-                0..=SMALL_BYTES_MAX => found.bytes().await.map(Some),
-                _ => Ok(None),
+            match found.meta.size <= bytes_max {
+                true => found.bytes().await.map(Some),
+                false => Ok(None),
             }
         });
         match read.map_err(|error| request_error(at, "read it", &error)) {

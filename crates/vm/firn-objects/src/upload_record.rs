@@ -71,6 +71,9 @@ pub(crate) fn write_record(
     Ok(place)
 }
 
+/// The maximum length of a record in bytes.
+const RECORD_BYTES_MAX: u64 = 64 << 10;
+
 /// Aborts uploads of one key that are not complete. Returns how many.
 pub(crate) fn abort_leftovers(
     storage: &ObjectStorage,
@@ -79,7 +82,7 @@ pub(crate) fn abort_leftovers(
 ) -> Result<usize, StoreError> {
     let mut aborted = 0;
     for (place, facts) in storage.list_objects(&at.with_name(DIRECTORY))? {
-        let Some(bytes) = storage.read_small(&place)? else { continue };
+        let Some(bytes) = storage.read_small(&place, RECORD_BYTES_MAX)? else { continue };
         // A record that can't be read is of a later version, or no record.
         let Ok(record) = serde_json::from_slice::<UploadRecord>(&bytes) else { continue };
         if record.key == at.key && (which == Leftovers::All || record.is_abandoned(&facts)) {

@@ -216,6 +216,9 @@ impl SharedRestore {
             return;
         }
         pass_point("restore.filled");
+        if let Err(error) = self.storage.image().prefetch_rest() {
+            tracing::debug!("the rest of the image is not requested: {error}");
+        }
         let let_go =
             self.write_presence_in_time().and_then(|()| Ok(self.faults.unregister_all()?));
         match let_go {

@@ -19,6 +19,7 @@ use super::object::{CachedObject, ReadKind};
 use super::registry::ObjectRegistry;
 use crate::chain::parent_file_name;
 use crate::error::StoreError;
+use crate::side_files::{LEARNED_BYTES_MAX, LEARNED_SUFFIX, SIGNATURE_BYTES_MAX, SIGNATURE_SUFFIX};
 
 /// The bytes at the end of an image that are fetched at once: footer, index, working set, device
 /// state. The index grows with the image: of 8 KiB of memory it has a few bytes.
@@ -26,9 +27,6 @@ const END_BYTES: Range<u64> = 512 << 10..4 << 20;
 
 /// The share of an image that is fetched at its end, within [`END_BYTES`].
 const END_SHARE: u64 = 64;
-
-/// The maximum length of a signature in bytes.
-const SIGNATURE_BYTES_MAX: u64 = 64 << 10;
 
 /// An image whose files are in the cache, though not yet their bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -51,21 +49,26 @@ impl ImageSearch<'_> {
             return Err(StoreError::NoObjectName(at.clone()).into());
         }
         let store = open_store(at, self.environment)?;
-        let signature_at = at.with_suffix(".sig");
+        let signature_at = at.with_suffix(SIGNATURE_SUFFIX);
         let signature = read_small(&store, &signature_at, SIGNATURE_BYTES_MAX);
-        let (chain, signature) = tokio::join!(self.find_chain(&store, at), signature);
-        self.make_dir(at, &chain?, signature?.as_ref())
+        let learned_at = at.with_suffix(LEARNED_SUFFIX);
+        let learned = read_small(&store, &learned_at, LEARNED_BYTES_MAX);
+        let (chain, signature, learned) =
+            tokio::join!(self.find_chain(&store, at), signature, learned);
+        // They only make restores faster.
+        let learned = learned.ok().flatten();
+        self.make_dir(at, &chain?, (signature?.as_ref(), learned.as_ref()))
     }
 
     fn make_dir(
         &self,
         at: &StoreLocation,
         chain: &[ImageObject],
-        signature: Option<&Bytes>,
+        beside: (Option<&Bytes>, Option<&Bytes>),
     ) -> Result<CachedImage, Arc<StoreError>> {
         let cache = &self.registry.cache;
         let failed = |source| StoreError::Io { step: "use", path: cache.path().to_owned(), source };
-        let directory = make_image_dir(cache, chain, signature).map_err(failed)?;
+        let directory = make_image_dir(cache, chain, beside).map_err(failed)?;
         let objects = chain.iter().map(|it| it.object.name.hash.clone()).collect();
         Ok(CachedImage { path: directory.join(at.name()), objects })
     }

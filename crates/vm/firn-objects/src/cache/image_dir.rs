@@ -12,6 +12,7 @@ use firn_cache::{CacheDir, map_path};
 
 use super::object::CachedObject;
 use super::registry::hash_parts;
+use crate::side_files::{LEARNED_SUFFIX, SIGNATURE_SUFFIX, side_path};
 
 /// An object of an image's chain, and the name of its file.
 pub(crate) struct ImageObject {
@@ -19,12 +20,12 @@ pub(crate) struct ImageObject {
     pub(crate) name: String,
 }
 
-/// The directory of an image, with its signature or without one. It is made, if it is not there, and
-/// gets its name when it is complete.
+/// The directory of an image, with its signature, and the learned blocks of the store, where there are any.
+/// It is made, if it is not there, and gets its name when it is complete.
 pub(crate) fn make_image_dir(
     cache: &CacheDir,
     chain: &[ImageObject],
-    signature: Option<&Bytes>,
+    (signature, learned): (Option<&Bytes>, Option<&Bytes>),
 ) -> io::Result<PathBuf> {
     let parts = chain.iter().flat_map(|it| [it.object.name.hash.as_str(), it.name.as_str()]);
     let directory = cache.images().join(hash_parts(&parts.collect::<Vec<_>>()));
@@ -41,11 +42,18 @@ pub(crate) fn make_image_dir(
         fs::rename(&new, &directory)?;
     }
     if let Some(image) = chain.first() {
-        let mut name = directory.join(&image.name).into_os_string();
-        name.push(".sig");
-        put_signature(Path::new(&name), signature)?;
+        let path = directory.join(&image.name);
+        put_signature(&side_path(&path, SIGNATURE_SUFFIX), signature)?;
+        put_learned(&side_path(&path, LEARNED_SUFFIX), learned);
     }
     Ok(directory)
+}
+
+/// What this host has learned itself stays.
+fn put_learned(path: &Path, learned: Option<&Bytes>) {
+    if let Some(bytes) = learned.filter(|_| !path.exists()) {
+        let _ = firn_files::replace_private(path, bytes);
+    }
 }
 
 fn put_signature(path: &Path, signature: Option<&Bytes>) -> io::Result<()> {

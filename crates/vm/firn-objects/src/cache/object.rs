@@ -25,10 +25,14 @@ use super::room::CacheRoom;
 use crate::error::StoreError;
 
 /// The maximum number of units in one request for bytes that a guest waits for: 1 MiB.
-const DEMAND_UNITS_MAX: u64 = 4;
+const DEMAND_UNITS_MAX: u64 = 16;
+
+/// The units that are fetched together if a guest waits for one of them: 256 KiB take hardly longer than
+/// one unit where a round trip takes milliseconds, and what is stored side by side is used together.
+const DEMAND_UNITS: u64 = 4;
 
 /// The maximum number of units in other requests: 4 MiB.
-pub(crate) const RUN_UNITS_MAX: u64 = 16;
+pub(crate) const RUN_UNITS_MAX: u64 = 64;
 
 /// The minimum time between two fetches of a unit whose bytes are wrong.
 const REFETCH_PAUSE: Duration = Duration::from_secs(5);
@@ -120,6 +124,14 @@ fn group_runs(units: impl IntoIterator<Item = u64>, longest: u64) -> Vec<Range<u
     runs
 }
 
+/// The units of aligned groups of this many that hold a range.
+fn align_units(units: &Range<u64>, group: u64) -> Range<u64> {
+    match units.is_empty() {
+        true => units.clone(),
+        false => units.start / group * group..units.end.next_multiple_of(group),
+    }
+}
+
 impl CachedObject {
     pub(crate) fn new(
         name: ObjectName,
@@ -183,12 +195,12 @@ impl CachedObject {
     /// Starts fetches for what is missing; returns those to wait for.
     fn begin_fetches(self: &Arc<Self>, range: &Range<u64>, kind: ReadKind) -> Vec<FetchTicket> {
         let wanted = units_of(range.start, range.end.saturating_sub(range.start));
-        let (ahead, longest) = match kind {
-            ReadKind::Demand => (0, DEMAND_UNITS_MAX),
-            ReadKind::InOrder => (RUN_UNITS_MAX, RUN_UNITS_MAX),
-            ReadKind::Prefetch => (0, RUN_UNITS_MAX),
+        let (all, longest) = match kind {
+            ReadKind::Demand => (align_units(&wanted, DEMAND_UNITS), DEMAND_UNITS_MAX),
+            ReadKind::InOrder => (wanted.start..wanted.end + RUN_UNITS_MAX, RUN_UNITS_MAX),
+            ReadKind::Prefetch => (wanted.clone(), RUN_UNITS_MAX),
         };
-        let all = wanted.start..(wanted.end + ahead).min(self.name.unit_count());
+        let all = all.start..all.end.min(self.name.unit_count());
         let mut units = self.lock_units();
         let missing = all.filter(|unit| !units.has(*unit) && !units.flying.contains_key(unit));
         let mut tickets: Vec<FetchTicket> = Vec::new();
@@ -203,7 +215,7 @@ impl CachedObject {
         for run in runs {
             let (sender, ticket) = watch::channel(None);
             run.clone().for_each(|unit| _ = units.flying.insert(unit, ticket.clone()));
-            if run.start < wanted.end {
+            if run.start < wanted.end && run.end > wanted.start {
                 tickets.push(ticket);
             }
             tokio::spawn(Arc::clone(self).fetch(run, kind, sender));
@@ -365,5 +377,12 @@ mod tests {
     fn neighbours_are_one_request_up_to_a_length() {
         assert_eq!(group_runs([1, 2, 3, 7, 8, 9, 10, 11], 4), [1..4, 7..11, 11..12]);
         assert_eq!(group_runs([], 4), Vec::<Range<u64>>::new());
+    }
+
+    #[test]
+    fn a_demand_fetches_the_group_of_its_unit() {
+        assert_eq!(align_units(&(5..6), 4), 4..8);
+        assert_eq!(align_units(&(3..5), 4), 0..8);
+        assert_eq!(align_units(&(4..4), 4), 4..4);
     }
 }

@@ -36,8 +36,8 @@ const SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// The server ends after this time without a connection.
 const IDLE_MAX: Duration = Duration::from_secs(60);
 
-/// How long a server waits for the end of another one that does not listen.
-const LOCK_WAIT_MAX: Duration = Duration::from_secs(5);
+/// How long a server waits for the end of another one that does not listen: it may be syncing to a busy disk.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// What the server writes when it listens.
 const READY: &str = "ready";

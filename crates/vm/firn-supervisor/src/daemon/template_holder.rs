@@ -112,7 +112,7 @@ impl TemplateHolder {
         let incomplete = || Failure::new(FailureKind::Other, "a region has no template");
         let writer = Arc::new(writer.ok_or_else(incomplete)?);
         let learning = LearnedBlocksFile::for_image(&image, RestoreMode::Auto);
-        let learned = learning.filter(|_| plan.learn).map(|it| it.expected_blocks());
+        let learned = learning.filter(|_| plan.learn).map(|it| it.request_expected_blocks(&image));
         let options = RestoreOptions {
             fill: restore::choose_fill(plan.fill, &image),
             is_in_store: image.is_in_store(),

@@ -1,4 +1,5 @@
-//! The learned blocks of an image, kept beside it: `web.firn` has `web.firn.learned`.
+//! The learned blocks of an image, kept beside it: `web.firn` has `web.firn.learned`. An image that is
+//! pushed to object storage has them there as well, so that what one host has learned helps others.
 //!
 //! They only make restores faster, so no error here is an error of a restore: a file that can't be
 //! read counts as nothing learned, and one that can't be written is not updated. Of two restores at
@@ -49,9 +50,14 @@ impl LearnedBlocksFile {
         })
     }
 
-    /// The blocks that the guest is expected to use, beside the working set of the image.
-    pub(crate) fn expected_blocks(&self) -> Vec<Block> {
-        self.learned.expected_blocks()
+    /// The blocks that the guest is expected to use, beside the working set of the image. Those of
+    /// an image in object storage are requested at once.
+    pub(crate) fn request_expected_blocks(&self, image: &Image) -> Vec<Block> {
+        let blocks = self.learned.expected_blocks();
+        if let Err(error) = image.prefetch_blocks(&blocks) {
+            tracing::debug!("learned blocks are not requested: {error}");
+        }
+        blocks
     }
 
     /// Updates the file, when a restore is over or has run for the learning window.

@@ -188,7 +188,7 @@ pub(crate) fn restore_vm(
         found_late: meta.found_late,
         also_expected: learning
             .as_ref()
-            .map(LearnedBlocksFile::expected_blocks)
+            .map(|learning| learning.request_expected_blocks(&image))
             .unwrap_or_default(),
         account_use: wanted.account_use,
         // The holder of a family's template fills it for all clones.
