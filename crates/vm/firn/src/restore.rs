@@ -56,8 +56,8 @@ const FILLS: &[Choice] = &[
     ("at-once", "from the beginning, while the guest seldom waits for storage"),
     (
         "when-responsive",
-        "when the guest hardly waits for memory any more (TTR(1 s, 0.9)), or a minute after its start; \
-         half of the time",
+        "when the guest hardly waits for memory any more (TTR(1 s, 0.9)), or a minute after its start: \
+         half of the time. Or at full speed when it has waited as long as that takes",
     ),
 ];
 

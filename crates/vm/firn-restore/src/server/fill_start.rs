@@ -12,9 +12,11 @@
 //!                                                 '-- a second ----'
 //! ```
 //!
-//! The fill asks for the first time when all prefetches have begun. A guest that never becomes
-//! responsive needs memory that no prefetch brings: after a minute the fill begins in any case. Once it
-//! has begun, it stays so.
+//! The fill asks for the first time when all prefetches have begun. A guest that does not become
+//! responsive needs memory that no prefetch brings, and how much of it is not known. So once the
+//! guest has waited for as long as a fill would take that uses all of the link, such a fill begins:
+//! at most twice the time of the better choice (the rent-or-buy problem). In any case a fill begins
+//! after a minute. Once it has begun, it stays so.
 
 use std::time::Duration;
 
@@ -28,10 +30,29 @@ const WAITED_MAX: Duration = Duration::from_millis(100);
 /// The longest time for which the fill waits.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
+/// How much of the link a fill uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FillShare {
+    /// All of it: the guest waits for what only the fill brings.
+    Whole,
+    /// Half of it, at most.
+    Half,
+}
+
+/// What the fill may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FillStartDecision {
+    /// Ask again at this time.
+    At(Duration),
+    Begun(FillShare),
+}
+
 /// Decides when the fill begins.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FillStart {
-    has_begun: bool,
+    begun: Option<FillShare>,
+    /// How long the guest has waited, in all.
+    waited_in_all: Duration,
     /// When the fill asked first.
     asked: Option<Duration>,
     /// The time that demand reads took in each part of the last window, as a ring.
@@ -45,10 +66,11 @@ pub(super) struct FillStart {
 impl FillStart {
     /// The guest waited for a read from storage.
     pub(super) fn record_demand_read(&mut self, began: Duration, ended: Duration) {
-        if self.has_begun {
+        if self.begun == Some(FillShare::Whole) {
             return;
         }
         let mut from = began.max(self.last_end);
+        self.waited_in_all += ended.saturating_sub(from);
         self.last_end = self.last_end.max(ended);
         self.drop_old_parts(ended);
         while from < ended {
@@ -61,21 +83,28 @@ impl FillStart {
         }
     }
 
-    /// When the fill asks again; `None` if it may begin now.
+    /// Whether the fill may begin, or has begun. All of it would take `fill_time`.
     pub(super) fn check_start(
         &mut self,
         is_guest_waiting: bool,
+        fill_time: Duration,
         now: Duration,
-    ) -> Option<Duration> {
-        if self.has_begun {
-            return None;
+    ) -> FillStartDecision {
+        if self.waited_in_all >= fill_time {
+            self.begun = Some(FillShare::Whole);
+        }
+        if let Some(share) = self.begun {
+            return FillStartDecision::Begun(share);
         }
         let asked = *self.asked.get_or_insert(now);
         self.drop_old_parts(now);
         let waited: Duration = self.waited.iter().sum();
         let is_responsive = now >= asked + WINDOW && !is_guest_waiting && waited <= WAITED_MAX;
-        self.has_begun = is_responsive || now >= asked + WAIT_MAX;
-        if self.has_begun { None } else { Some(now + PART) }
+        if is_responsive || now >= asked + WAIT_MAX {
+            self.begun = Some(FillShare::Half);
+            return FillStartDecision::Begun(FillShare::Half);
+        }
+        FillStartDecision::At(now + PART)
     }
 
     fn drop_old_parts(&mut self, now: Duration) {
@@ -96,6 +125,13 @@ mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
+    /// A fill that takes longer than any guest of these tests waits.
+    const LONG: Duration = Duration::from_secs(3600);
+    const HALF: FillStartDecision = FillStartDecision::Begun(FillShare::Half);
+
+    fn waits(decision: FillStartDecision) -> bool {
+        matches!(decision, FillStartDecision::At(_))
+    }
 
     /// When the fill begins, for a guest that has waited for `read` in each `every` until `until`.
     fn begins_at(read: Duration, every: Duration, until: Duration) -> Duration {
@@ -107,12 +143,15 @@ mod tests {
                 next += every;
             }
             let is_waiting = next < until && next <= now;
-            match start.check_start(is_waiting, now) {
-                Some(then) => {
+            match start.check_start(is_waiting, LONG, now) {
+                FillStartDecision::At(then) => {
                     assert!(then > now);
                     now = then;
                 }
-                None => return now,
+                FillStartDecision::Begun(share) => {
+                    assert_eq!(share, FillShare::Half);
+                    return now;
+                }
             }
         }
     }
@@ -142,29 +181,54 @@ mod tests {
     #[test]
     fn reads_at_the_same_time_count_once() {
         let mut start = FillStart::default();
-        assert!(start.check_start(false, Duration::ZERO).is_some());
+        assert!(waits(start.check_start(false, 91 * MS, Duration::ZERO)));
         (0..4).for_each(|_| start.record_demand_read(500 * MS, 590 * MS));
-        assert_eq!(start.check_start(false, 1000 * MS), None);
+        assert_eq!(start.check_start(false, 91 * MS, 1000 * MS), HALF);
     }
 
     #[test]
     fn a_read_that_runs_is_a_guest_that_waits() {
         let mut start = FillStart::default();
-        assert!(start.check_start(true, Duration::ZERO).is_some());
-        assert!(start.check_start(true, 5000 * MS).is_some());
-        assert_eq!(start.check_start(false, 5100 * MS), None);
+        assert!(waits(start.check_start(true, LONG, Duration::ZERO)));
+        assert!(waits(start.check_start(true, LONG, 5000 * MS)));
+        assert_eq!(start.check_start(false, LONG, 5100 * MS), HALF);
         // It does not end once it has begun.
         start.record_demand_read(5100 * MS, 9000 * MS);
-        assert_eq!(start.check_start(true, 9000 * MS), None);
+        assert_eq!(start.check_start(true, LONG, 9000 * MS), HALF);
     }
 
     #[test]
     fn only_the_last_second_of_a_long_read_counts() {
         let mut start = FillStart::default();
-        assert!(start.check_start(false, Duration::ZERO).is_some());
+        assert!(waits(start.check_start(false, LONG, Duration::ZERO)));
         start.record_demand_read(Duration::ZERO, 3000 * MS);
-        assert!(start.check_start(false, 3010 * MS).is_some());
-        assert!(start.check_start(false, 3700 * MS).is_some());
-        assert_eq!(start.check_start(false, 3800 * MS), None);
+        assert!(waits(start.check_start(false, LONG, 3010 * MS)));
+        assert!(waits(start.check_start(false, LONG, 3700 * MS)));
+        assert_eq!(start.check_start(false, LONG, 3800 * MS), HALF);
+    }
+
+    #[test]
+    fn a_guest_that_has_waited_as_long_as_a_fill_takes_is_filled_with_all_of_the_link() {
+        let mut start = FillStart::default();
+        let whole = FillStartDecision::Begun(FillShare::Whole);
+        for at in 0..24 {
+            assert!(waits(start.check_start(true, 500 * MS, 21 * at * MS)), "{at}");
+            start.record_demand_read(21 * at * MS, (21 * at + 20) * MS);
+        }
+        assert!(waits(start.check_start(true, 500 * MS, 504 * MS)));
+        start.record_demand_read(504 * MS, 524 * MS);
+        assert_eq!(start.check_start(true, 500 * MS, 524 * MS), whole);
+        // Less is left later, and it stays so.
+        assert_eq!(start.check_start(false, LONG, 9000 * MS), whole);
+    }
+
+    #[test]
+    fn a_fill_with_half_of_the_link_becomes_one_with_all_of_it() {
+        let mut start = FillStart::default();
+        assert!(waits(start.check_start(false, 500 * MS, Duration::ZERO)));
+        assert_eq!(start.check_start(false, 500 * MS, 1000 * MS), HALF);
+        start.record_demand_read(1000 * MS, 1500 * MS);
+        let whole = FillStartDecision::Begun(FillShare::Whole);
+        assert_eq!(start.check_start(false, 500 * MS, 1500 * MS), whole);
     }
 }

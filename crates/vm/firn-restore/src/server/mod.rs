@@ -52,8 +52,8 @@
 //!                      seldom for storage             at once when it has waited for long; else as on flash
 //! ```
 //!
-//! With [`PageServerRules::is_fill_late`] the fill begins when the guest is responsive (`fill_start`),
-//! and nothing is read beside what is requested or expected.
+//! With [`PageServerRules::is_fill_late`] the fill begins when the guest is responsive, or has waited as
+//! long as the fill takes (`fill_start`), and nothing is read beside what is requested or expected.
 //!
 //! # Pages given back
 //!

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::actions::{BlockInstall, ReadDecision, ReadReason, ThreadWakeups, UnitRead, UnitSource};
+use super::fill_start::{FillShare, FillStartDecision};
 use super::fill_throttle::{DEMAND_POLL, FillPermission, StorageUse};
 use super::plan::ReadUnit;
 use super::units::UnitState;
@@ -119,13 +120,14 @@ impl<B: Clone> PageServer<B> {
     }
 
     fn take_fill(&mut self, now: Duration) -> ReadDecision {
-        let is_guest_waiting = self.reads_on_demand > 0;
-        if self.rules.is_fill_late
-            && let Some(then) = self.fill_start.check_start(is_guest_waiting, now)
-        {
-            return ReadDecision::At(then);
-        }
-        let soon = self.fill_urgency();
+        let soon = match self.rules.is_fill_late {
+            true => match self.check_late_fill(now) {
+                FillStartDecision::At(then) => return ReadDecision::At(then),
+                FillStartDecision::Begun(FillShare::Whole) => Some(FillUrgency::AtOnce),
+                FillStartDecision::Begun(FillShare::Half) => None,
+            },
+            false => self.fill_urgency(),
+        };
         if self.reads_on_demand > 0 && soon == Some(FillUrgency::Beside) {
             return ReadDecision::At(now + DEMAND_POLL);
         }
@@ -146,6 +148,12 @@ impl<B: Clone> PageServer<B> {
         }
     }
 
+    /// Whether a fill that waits for the guest may begin, and with how much of the link.
+    fn check_late_fill(&mut self, now: Duration) -> FillStartDecision {
+        let fill_time = self.cost.transfer_time(self.units.unfinished_count());
+        self.fill_start.check_start(self.reads_on_demand > 0, fill_time, now)
+    }
+
     fn storage_use(&self) -> StorageUse {
         StorageUse {
             is_guest_waiting: self.reads_on_demand > 0,
@@ -164,7 +172,6 @@ impl<B: Clone> PageServer<B> {
     fn fill_urgency(&self) -> Option<FillUrgency> {
         let left = self.units.unfinished_count();
         let is_soon = self.rules.is_adaptive
-            && !self.rules.is_fill_late
             && self.cost.is_high_latency()
             && self.cost.estimate_reads(left, self.rules.run_max) <= FILL_TIME_MAX;
         is_soon.then_some(match self.read_on_demand_for >= self.cost.request_time_min(left) {

@@ -8,7 +8,10 @@ use std::time::Duration;
 use firn_cache::{
     CacheConnection, CacheReply, CacheRequest, ObjectName, StoreEnvironment, map_path,
 };
-use firn_image::{HEADER_BYTES, Image, LocalityBlockId};
+use firn_image::{
+    BlockOrganization, HEADER_BYTES, Image, ListedWorkingSet, LocalityBlockId, ReorderOptions,
+    reorder_image,
+};
 
 use crate::faults::base;
 use crate::fork::is_well;
@@ -298,6 +301,47 @@ fn a_guest_runs_from_the_store() {
     stop(&vm);
 }
 
+/// What restores of an image have learned is pushed with it, and known where it is restored from the store.
+#[test]
+fn what_restores_have_learned_goes_with_the_image() {
+    let vm = base();
+    let session = &vm.session;
+    let Some(server) = ObjectServer::start(session) else { return };
+    let image = Image::open(&vm.image("base.firn")).unwrap();
+    let how = ReorderOptions {
+        working_set: ListedWorkingSet::Dropped(100),
+        ..ReorderOptions::for_organization(BlockOrganization::Access)
+    };
+    reorder_image(&image, &how, &vm.image("web.firn"), &|_, _| ()).unwrap();
+    session.firn(&["restore", "web.firn", "--wait"]).succeeds();
+    stop(&vm);
+    let learned = || fs::read(session.path("web.firn.learned")).unwrap();
+    assert!(learned().len() > 100);
+    push(&server);
+    assert_eq!(fs::read(server.object("web.firn.learned")).unwrap(), learned());
+    server.firn(&["image", "pull", WEB, "pulled.firn"]).succeeds();
+    assert_eq!(fs::read(session.path("pulled.firn.learned")).unwrap(), learned());
+    let listed = server.json(&["image", "ls", "s3://vms"]);
+    assert_eq!(listed.as_array().unwrap().len(), 1, "{listed}");
+    let ahead_pages = |no_learn: &[&str]| {
+        server.firn(&[&["restore", WEB, "--wait"], no_learn].concat()).succeeds();
+        vm.is_well();
+        let record = fs::read(session.path("run/web/restore.json")).unwrap();
+        let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+        stop(&vm);
+        record["counts"]["ahead_pages"].as_u64().unwrap()
+    };
+    assert!(ahead_pages(&[]) > 0);
+    assert_eq!(ahead_pages(&["--no-learn"]), 0);
+    // Blocks of another image are of no use, and no error.
+    fs::write(server.object("web.firn.learned"), "[1, 2").unwrap();
+    session.kill_cache();
+    let _ = fs::remove_dir_all(session.cache().path());
+    assert_eq!(ahead_pages(&[]), 0);
+    server.firn(&["image", "rm", WEB]).succeeds();
+    assert!(!server.object("web.firn.learned").exists());
+}
+
 /// What `restore` says of the background fill.
 fn fill_of(server: &ObjectServer<'_>, args: &[&str]) -> String {
     let facts = server.json(&[&["restore"], args].concat());
@@ -311,13 +355,11 @@ fn a_fill_from_the_store_waits_for_a_responsive_guest() {
     let filling = vm.session.path("filling");
     let mut command = server.command(&["--json", "restore", WEB]);
     command.env("FIRN_FAULT", format!("restore.fill=WAIT:{}", text(&filling)));
-    let begun = std::time::Instant::now();
     let restored = Answer::of(command.output().unwrap()).succeeds();
     let facts: serde_json::Value = serde_json::from_str(&restored.out).unwrap();
     assert_eq!(facts["fill"], "when-responsive");
+    // After a second in which the guest hardly waited, or sooner if it waited for as long as the fill takes.
     eventually("the fill begins", PATIENCE, || filling.exists());
-    // The guest ran for a second before.
-    assert!(begun.elapsed() > Duration::from_secs(1), "{:?}", begun.elapsed());
     let (fetched, all) = (
         vm.session.cache_report().unwrap().fetched_bytes,
         fs::metadata(server.object("web.firn")).unwrap().len(),
