@@ -19,7 +19,7 @@ use crate::guest::{
 };
 use crate::lab::{Lab, wait_for};
 use crate::prober::Prober;
-use crate::traffic::RedisGets;
+use crate::traffic::{KeyPopularity, RedisGets};
 
 const VM: &str = "demo";
 const REDIS: u16 = 6379;
@@ -140,10 +140,8 @@ impl<'a> CheckpointDemo<'a> {
     }
 
     fn start_client(&self, seed: u64) -> Prober {
-        Prober::start(
-            RedisGets::new(self.address, self.load.keys.end, self.lab.extent.seed + seed),
-            RATE,
-        )
+        let (keys, seed) = (self.load.keys.end, self.lab.extent.seed + seed);
+        Prober::start(RedisGets::new(self.address, keys, KeyPopularity::Zipf, seed), RATE)
     }
 
     fn restore_and_measure(&self, mode: &'static str, steady: f64) -> Result<RestoreRow> {

@@ -1,9 +1,10 @@
 //! Redis clients: the keys that they request, and the rate.
 //!
 //! Clients choose keys by Zipf's law with the exponent 0.99 that key-value stores are usually
-//! measured with: they request a few keys very often, and every key sometimes. A client sends a
-//! fixed number of requests per second and falls behind if the guest does, as a front end would.
-
+//! measured with: they request a few keys very often, and every key sometimes. Or they request a hot set
+//! nearly always, as YCSB's hotspot distribution does: then most of memory is hardly used. A client sends
+//! a fixed number of requests per second and falls behind if the guest does, as a front end would.
+//!
 //! Before the guest runs, a connection attempt may be lost, and TCP may repeat it only seconds
 //! later. So the client opens one more connection every 15 ms and uses the first one on which a
 //! reply arrives. This determines the time of the first reply to some milliseconds, whatever
@@ -28,18 +29,44 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(15);
 /// Maximum number of simultaneous attempts: more than a few stall in QEMU's user networking.
 const PROBES_MAX: usize = 8;
 
-/// Ranks by Zipf's law, from a seed.
+/// The share of the keys that is the hot set, and that of the requests for it.
+const HOT_KEYS: f64 = 0.001;
+const HOT_REQUESTS: f64 = 0.99;
+
+/// How often each key is requested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyPopularity {
+    /// By Zipf's law.
+    Zipf,
+    /// One key of a thousand with 99 % of the requests, all others alike.
+    HotSet,
+}
+
+impl KeyPopularity {
+    /// The weight of a rank below `count`.
+    fn weight(self, rank: usize, count: usize) -> f64 {
+        let hot = ((count as f64 * HOT_KEYS) as usize).clamp(1, count.max(1));
+        match self {
+            Self::Zipf => ((rank + 1) as f64).powf(-EXPONENT),
+            Self::HotSet if rank < hot => HOT_REQUESTS / hot as f64,
+            Self::HotSet => (1.0 - HOT_REQUESTS) / (count - hot) as f64,
+        }
+    }
+}
+
+/// Ranks by their popularity, from a seed.
 #[derive(Clone, Debug)]
-pub struct ZipfRanks {
+pub struct PopularRanks {
     /// For each rank, the probability of a rank up to and including it.
     cumulated: Vec<f64>,
     state: u64,
 }
 
-impl ZipfRanks {
+impl PopularRanks {
     /// Ranks below `count`.
-    pub fn new(count: usize, seed: u64) -> Self {
-        let weights = (1..=count.max(1)).map(|rank| (rank as f64).powf(-EXPONENT));
+    pub fn new(popularity: KeyPopularity, count: usize, seed: u64) -> Self {
+        let count = count.max(1);
+        let weights = (0..count).map(|rank| popularity.weight(rank, count));
         let mut sum = 0.0;
         let mut cumulated: Vec<f64> = weights
             .map(|weight| {
@@ -52,7 +79,7 @@ impl ZipfRanks {
     }
 }
 
-impl Iterator for ZipfRanks {
+impl Iterator for PopularRanks {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -119,14 +146,14 @@ pub struct RedisGets {
     redis: Option<RedisClient>,
     knocks: ConnectionProbes,
     keys: u64,
-    ranks: ZipfRanks,
+    ranks: PopularRanks,
 }
 
 impl RedisGets {
     /// Requests for `keys` keys at this address. The same keys are always popular; the seed
     /// determines the order.
-    pub fn new(address: SocketAddr, keys: u64, seed: u64) -> Self {
-        let ranks = ZipfRanks::new(keys as usize, seed);
+    pub fn new(address: SocketAddr, keys: u64, popularity: KeyPopularity, seed: u64) -> Self {
+        let ranks = PopularRanks::new(popularity, keys as usize, seed);
         Self { address, redis: None, knocks: ConnectionProbes::default(), keys, ranks }
     }
 
@@ -167,11 +194,23 @@ mod tests {
 
     #[test]
     fn few_ranks_are_asked_for_often_and_every_rank_can_be() {
-        let ranks: Vec<usize> = ZipfRanks::new(1000, 7).take(100_000).collect();
+        let ranks: Vec<usize> =
+            PopularRanks::new(KeyPopularity::Zipf, 1000, 7).take(100_000).collect();
         let share = |below| ranks.iter().filter(|&&rank| rank < below).count() as f64 / 1e5;
         assert!((0.10..0.17).contains(&share(1)), "{}", share(1));
         assert!((0.60..0.75).contains(&share(100)), "{}", share(100));
         assert!(ranks.iter().any(|&rank| rank > 990) && ranks.iter().all(|&rank| rank < 1000));
+    }
+
+    #[test]
+    fn a_hot_set_has_nearly_all_requests() {
+        let ranks: Vec<usize> =
+            PopularRanks::new(KeyPopularity::HotSet, 10_000, 7).take(100_000).collect();
+        let share = |below| ranks.iter().filter(|&&rank| rank < below).count() as f64 / 1e5;
+        assert!((0.085..0.115).contains(&share(1)), "{}", share(1));
+        assert!((0.985..0.995).contains(&share(10)), "{}", share(10));
+        assert!(ranks.iter().any(|&rank| rank > 9000) && ranks.iter().all(|&rank| rank < 10_000));
+        assert_eq!(PopularRanks::new(KeyPopularity::HotSet, 1, 7).next(), Some(0));
     }
 
     #[test]
@@ -200,9 +239,10 @@ mod tests {
 
     #[test]
     fn a_seed_gives_the_same_ranks_again() {
-        let ranks = |seed| ZipfRanks::new(50, seed).take(20).collect::<Vec<_>>();
+        let ranks =
+            |seed| PopularRanks::new(KeyPopularity::Zipf, 50, seed).take(20).collect::<Vec<_>>();
         assert_eq!(ranks(3), ranks(3));
         assert_ne!(ranks(3), ranks(4));
-        assert_eq!(ZipfRanks::new(0, 1).next(), Some(0));
+        assert_eq!(PopularRanks::new(KeyPopularity::Zipf, 0, 1).next(), Some(0));
     }
 }

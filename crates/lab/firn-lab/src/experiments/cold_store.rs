@@ -4,10 +4,15 @@
 //! Reproduces no figure of a paper; it asks how much of a local restore's speed is left where the
 //! image is in a store.
 //!
-//! **What varies**: the round trip to the store (0, 5 and 20 ms added), and the system: `lazy` (`firn
+//! **What varies**: which keys the client requests (`hot`: a hot set, one key of a thousand, with 99 % of the
+//! requests; `zipf`: by Zipf's law, so that most of the memory is used within seconds), the round
+//! trip to the store (0, 5 and 20 ms added), and the system: `lazy` (`firn
 //! restore s3://...` with an empty cache), `pull` (`firn image pull`, then the restore of a file that is
 //! cached by the page cache), `second` (as `lazy`, with what the first restore left in the cache, and
 //! nothing of it in the page cache), and `local` (the image on the disk profile `netssd`, cold).
+//!
+//! The image was restored once where it was saved, before it was pushed (`firn image push` pushes what
+//! that has learned). All systems have that.
 //!
 //! **What is held equal**: the guest, its Redis, the client, the image, as in `peers-ttr`; the
 //! bandwidth: 125 MB/s of the disk profile, and of the proxy before the server. The server itself, a real
@@ -16,10 +21,11 @@
 //! **What is measured**: `ttr_1s_90` as in `peers-ttr`: the earliest time since the command (for `pull`,
 //! since the pull) from which on every window of a second has 90 % of the replies that came before the
 //! save; and for `lazy` `fetched_share`, the bytes that came from the store until then, of those of the
-//! image. With the targets: `lazy_to_local` at most 2, `pull_to_lazy` at least 3 at 20 ms,
-//! `second_to_local` at most 1.2, `fetched_share` at most 0.1.
+//! image. With the targets for `hot`: `lazy_to_local` at most 2, `pull_to_lazy` at least 3 at 20 ms,
+//! `second_to_local` at most 1.2, `fetched_share` at most 0.1. The working set of `zipf` is most of the
+//! image, so nothing can bring it sooner than a pull; the question is how much later it comes.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -37,8 +43,16 @@ use crate::lab::{Lab, run_interleaved};
 use crate::object_server::{S3Server, object_environment};
 use crate::report::Report;
 use crate::slow_link::{LinkSpeed, SlowLink};
+use crate::traffic::KeyPopularity;
 
-const LOCATION: &str = "s3://vms/peer.firn";
+/// The clients, by name.
+const CLIENTS: [(&str, KeyPopularity); 2] =
+    [("hot", KeyPopularity::HotSet), ("zipf", KeyPopularity::Zipf)];
+/// Keys of a thousand bytes: half of the guest's memory.
+const KEYS: u64 = 400_000;
+const QUICK_KEYS: u64 = 200_000;
+/// How long the first restore of an image runs: ten seconds of it are recorded.
+const LEARNING_TIME: Duration = Duration::from_secs(11);
 const ROUND_TRIPS_MS: [u64; 3] = [0, 5, 20];
 /// That of the disk profile.
 const BYTES_PER_SECOND: f64 = 125e6;
@@ -67,6 +81,9 @@ impl StoreSystem {
 /// What all restores have in common.
 struct StoreLab<'a> {
     lab: &'a Lab,
+    /// Which client, and where its image is.
+    client: &'a str,
+    location: String,
     guest: &'a GuestSetup<'a>,
     saved: &'a SavedGuest,
     throttle: &'a DiskThrottle,
@@ -76,14 +93,35 @@ struct StoreLab<'a> {
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cold-store");
-    let guest = GuestSetup::new(lab)?;
-    let saved = guest.save_by_firn(&mut report)?;
     let server = S3Server::start(&lab.file("objects"))?;
-    let direct = lab.firn().with_environment(object_environment(server.address()));
-    direct.run_image_verb("push", &[saved.file.as_os_str(), LOCATION.as_ref()])?;
     let Some(throttle) = lab.throttle_disk(PROFILE, &mut report) else { return Ok(report) };
+    let is_wanted = |client: &&(&str, _)| {
+        lab.extent.only.is_empty() || lab.extent.only.iter().any(|word| word == client.0)
+    };
+    for (client, popularity) in CLIENTS.iter().filter(is_wanted) {
+        let keys = lab.extent.pick(QUICK_KEYS, KEYS);
+        let guest = GuestSetup::with_keys(lab, keys, *popularity)?;
+        measure_client(lab, client, &guest, (&server, &throttle), &mut report)?;
+    }
+    Ok(report)
+}
+
+/// Restores one client's guest by all systems.
+fn measure_client(
+    lab: &Lab,
+    client: &str,
+    guest: &GuestSetup<'_>,
+    (server, throttle): (&S3Server, &DiskThrottle),
+    report: &mut Report,
+) -> Result<()> {
+    let saved = guest.save_by_firn(report)?;
+    restore_first(lab, guest, &saved, throttle)?;
+    std::fs::copy(learned_file(&saved), lab.file("learned"))?;
+    let direct = lab.firn().with_environment(object_environment(server.address()));
+    let location = format!("s3://vms/{client}.firn");
+    direct.run_image_verb("push", &[saved.file.as_os_str(), location.as_ref()])?;
     let cache = CacheDir::at(&lab.file("store-cache"));
-    let setup = StoreLab { lab, guest: &guest, saved: &saved, throttle: &throttle, cache };
+    let setup = StoreLab { lab, client, location, guest, saved: &saved, throttle, cache };
     for ms in ROUND_TRIPS_MS {
         let speed =
             LinkSpeed { round_trip: Duration::from_millis(ms), bytes_per_second: BYTES_PER_SECOND };
@@ -91,12 +129,32 @@ pub fn run(lab: &Lab) -> Result<Report> {
         let systems =
             [StoreSystem::Local, StoreSystem::Lazy, StoreSystem::Second, StoreSystem::Pull];
         run_interleaved(lab.extent.runs(1, 5), &systems, |round, &system| {
-            setup.measure(system, &link, (ms, round), &mut report)
+            setup.measure(system, &link, (ms, round), report)
         })?;
-        add_numbers(ms, &mut report);
+        add_numbers(client, ms, report);
     }
     setup.end_server();
-    Ok(report)
+    Ok(())
+}
+
+/// The first restore of the image, before it is pushed: what it learns is pushed too.
+fn restore_first(
+    lab: &Lab,
+    guest: &GuestSetup<'_>,
+    saved: &SavedGuest,
+    throttle: &DiskThrottle,
+) -> Result<()> {
+    let client = guest.start_client(lab.extent.seed + 199);
+    let event = client.now();
+    lab.firn().restore_and_learn(&saved.file, VM, &[], throttle)?;
+    wait_for_recovery(&client, event, saved.steady, &mut || ());
+    std::thread::sleep(LEARNING_TIME);
+    lab.firn().stop(VM);
+    Ok(())
+}
+
+fn learned_file(saved: &SavedGuest) -> PathBuf {
+    saved.file.with_extension("firn.learned")
 }
 
 impl StoreLab<'_> {
@@ -127,9 +185,12 @@ impl StoreLab<'_> {
         let name = system.name();
         let shown = ttr.map_or("-".to_owned(), |ttr| format!("{ttr:.2} s"));
         let percent = share * 100.0;
-        self.lab.log_progress(&format!("{name} at {ms} ms: TTR {shown}, {percent:.0} % fetched"));
-        report.add_repetition(json!({ "system": name, "round_trip_ms": ms, "round": round,
-            "ttr_1s_90": ttr, "fetched_share": share, "image_bytes": len }));
+        let client = self.client;
+        self.lab.log_progress(&format!(
+            "{client}: {name} at {ms} ms: TTR {shown}, {percent:.0} % fetched"
+        ));
+        report.add_repetition(json!({ "client": client, "system": name,
+            "round_trip_ms": ms, "round": round, "ttr_1s_90": ttr, "fetched_share": share, "image_bytes": len }));
         Ok(())
     }
 
@@ -143,9 +204,14 @@ impl StoreLab<'_> {
     fn prepare(&self, system: StoreSystem, link: &SlowLink) -> Result<()> {
         self.guest.prepare_caches(&self.saved.file, PROFILE)?;
         // The store has its object in memory.
-        warm_file(&self.lab.file("objects/vms/peer.firn"))?;
+        warm_file(&self.lab.file(&format!("objects/vms/{}.firn", self.client)))?;
         match system {
-            StoreSystem::Local | StoreSystem::Pull => Ok(()),
+            StoreSystem::Local => {
+                // Each restore changes it.
+                std::fs::copy(self.lab.file("learned"), learned_file(self.saved))?;
+                Ok(())
+            }
+            StoreSystem::Pull => Ok(()),
             StoreSystem::Lazy => {
                 self.end_server();
                 let _ = std::fs::remove_dir_all(self.cache.path());
@@ -165,15 +231,15 @@ impl StoreLab<'_> {
     fn restore(&self, system: StoreSystem, firn: &Firn) -> Result<()> {
         match system {
             StoreSystem::Local => {
-                firn.restore(&self.saved.file, VM, &[], self.throttle)?;
+                firn.restore_and_learn(&self.saved.file, VM, &[], self.throttle)?;
             }
             StoreSystem::Lazy | StoreSystem::Second => {
-                firn.restore(Path::new(LOCATION), VM, &[], self.throttle)?;
+                firn.restore_and_learn(Path::new(&self.location), VM, &[], self.throttle)?;
             }
             StoreSystem::Pull => {
                 let pulled = self.lab.file("pulled.firn");
-                firn.run_image_verb("pull", &[LOCATION.as_ref(), pulled.as_os_str()])?;
-                firn.restore(&pulled, VM, &[], self.throttle)?;
+                firn.run_image_verb("pull", &[self.location.as_ref(), pulled.as_os_str()])?;
+                firn.restore_and_learn(&pulled, VM, &[], self.throttle)?;
             }
         }
         Ok(())
@@ -208,22 +274,25 @@ impl StoreLab<'_> {
     }
 }
 
-fn add_numbers(ms: u64, report: &mut Report) {
+fn add_numbers(client: &str, ms: u64, report: &mut Report) {
     for system in ["local", "lazy", "second", "pull"] {
         for key in ["ttr_1s_90", "fetched_share"] {
             let is_it = |run: &&serde_json::Value| {
-                run["system"] == system && run["round_trip_ms"] == ms && run[key].is_number()
+                run["client"] == client
+                    && run["system"] == system
+                    && run["round_trip_ms"] == ms
+                    && run[key].is_number()
             };
             let values = report.repetitions().iter().filter(is_it);
             let values: Vec<f64> = values.filter_map(|run| run[key].as_f64()).collect();
-            report.add_sample(format!("{key}.{ms}ms.{system}"), values);
+            report.add_sample(format!("{client}.{key}.{ms}ms.{system}"), values);
         }
     }
     let ttr = |system: &str| {
-        report.figure_value(&format!("ttr_1s_90.{ms}ms.{system}")).unwrap_or(f64::NAN)
+        report.figure_value(&format!("{client}.ttr_1s_90.{ms}ms.{system}")).unwrap_or(f64::NAN)
     };
     let (local, lazy, second, pull) = (ttr("local"), ttr("lazy"), ttr("second"), ttr("pull"));
-    report.add_number(format!("lazy_to_local.{ms}ms"), lazy / local);
-    report.add_number(format!("pull_to_lazy.{ms}ms"), pull / lazy);
-    report.add_number(format!("second_to_local.{ms}ms"), second / local);
+    report.add_number(format!("{client}.lazy_to_local.{ms}ms"), lazy / local);
+    report.add_number(format!("{client}.pull_to_lazy.{ms}ms"), pull / lazy);
+    report.add_number(format!("{client}.second_to_local.{ms}ms"), second / local);
 }

@@ -36,7 +36,7 @@ use crate::lab::{Lab, run_interleaved};
 use crate::peer::{self, QemuRestore, QemuSaveMethod};
 use crate::prober::Prober;
 use crate::report::Report;
-use crate::traffic::RedisGets;
+use crate::traffic::{KeyPopularity, RedisGets};
 
 /// Requests per second.
 const RATE: f64 = 100.0;
@@ -111,10 +111,16 @@ pub(super) struct GuestSetup<'a> {
     pub(super) args: QemuArgs,
     address: SocketAddr,
     load: RedisLoad,
+    popularity: KeyPopularity,
 }
 
 impl<'a> GuestSetup<'a> {
     pub(super) fn new(lab: &'a Lab) -> Result<Self> {
+        Self::with_keys(lab, lab.extent.pick(50_000, 100_000), KeyPopularity::Zipf)
+    }
+
+    /// With so many keys, and a client that chooses them so.
+    pub(super) fn with_keys(lab: &'a Lab, keys: u64, popularity: KeyPopularity) -> Result<Self> {
         let image = GuestImage::small()?;
         let port = free_tcp_port()?;
         let args = QemuArgs::new(&image, accel::choose_accel().accel)
@@ -122,12 +128,14 @@ impl<'a> GuestSetup<'a> {
             .vcpus(2)
             .with_console(&lab.file("console"))
             .add_network(&[HostForward::tcp(port, REDIS)]);
-        let load = RedisLoad::new(lab.extent.pick(50_000, 100_000), VALUE_BYTES);
-        Ok(Self { lab, image, args, address: (Ipv4Addr::LOCALHOST, port).into(), load })
+        let load = RedisLoad::new(keys, VALUE_BYTES);
+        let address = (Ipv4Addr::LOCALHOST, port).into();
+        Ok(Self { lab, image, args, address, load, popularity })
     }
 
     pub(super) fn start_client(&self, seed: u64) -> Prober {
-        Prober::start(RedisGets::new(self.address, self.load.keys.end, seed), RATE)
+        let keys = self.load.keys.end;
+        Prober::start(RedisGets::new(self.address, keys, self.popularity, seed), RATE)
     }
 
     /// Loads data into a guest that has just been started. Returns a client that keeps it busy, and
