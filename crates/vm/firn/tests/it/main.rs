@@ -28,6 +28,7 @@ mod forge;
 mod fork;
 mod guest_ends;
 mod help;
+mod hooks;
 mod hostile_text;
 mod huge_pages;
 mod hypervisor_dies;
