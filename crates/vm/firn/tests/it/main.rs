@@ -14,6 +14,7 @@ mod calls;
 mod cluster;
 mod completions;
 mod console;
+mod copies;
 mod damaged_image;
 mod disk_layers;
 mod disks;
