@@ -124,7 +124,7 @@ const OUTAGES: &[Choice] = &[
   firn restore web.firn --name web2 --mode eager --json
   firn restore web.firn --libvirt
   firn restore s3://vms/prod/web.firn
-  firn restore web.firn --guest-exec '/bin/hostname web2' --after ./tell-dns
+  firn restore web.firn --guest-exec '/bin/hostname web2' --after ./update-dns
   firn restore web.firn --name web2 --set vnc=:5 \
     --netdev net0=user,hostfwd=tcp::2223-:22
   firn restore web.firn --count 20 --name 'web-{}' \

@@ -1,5 +1,5 @@
-//! Stores that are full, slow, that cut connections or deny access later on: each is told by one clear error,
-//! or by a wait that `firn status` names.
+//! Stores that are full, slow, that cut connections or deny access later on: each ends with one clear error,
+//! or with a wait that `firn status` names.
 
 use std::fs;
 use std::process::{Command, Stdio};

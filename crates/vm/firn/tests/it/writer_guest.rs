@@ -1,4 +1,4 @@
-//! A guest of one boot sector that writes its memory for ever, and checks that nobody else does.
+//! A guest of one boot sector that writes its memory for ever, and checks that no other VM does.
 //!
 //! ```text
 //!   8 MiB   [ word | .... ] [ word | .... ] ...      1024 pages, of each only the first word is written
