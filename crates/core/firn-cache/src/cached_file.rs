@@ -241,9 +241,9 @@ impl CachedFile {
             }
         };
         match reply {
-            CacheReply::Failed { message, .. } => {
+            CacheReply::Failed { message, failure } => {
                 self.keep(connection);
-                Err(io::Error::other(message))
+                Err(failed_request(message, &failure))
             }
             reply => Ok((connection, reply)),
         }
@@ -259,9 +259,18 @@ impl CachedFile {
         let (object, environment) = (self.name.hash.clone(), store_environment());
         match connection.request(&CacheRequest::Open { object, environment })? {
             CacheReply::Done {} => Ok(connection),
-            CacheReply::Failed { message, .. } => Err(io::Error::other(message)),
+            CacheReply::Failed { message, failure } => Err(failed_request(message, &failure)),
             _ => Err(unexpected()),
         }
+    }
+}
+
+/// The error of a request that failed. Of its kinds a reader has to know one: the credentials do not give
+/// access, or there are none.
+fn failed_request(message: String, failure: &serde_json::Value) -> io::Error {
+    match failure["kind"] == "host" {
+        true => io::Error::new(io::ErrorKind::PermissionDenied, message),
+        false => io::Error::other(message),
     }
 }
 

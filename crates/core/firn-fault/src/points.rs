@@ -173,6 +173,12 @@ pub const POINTS: &[&str] = &[
     "store.part",
     "store.complete",
     "store.completed",
+    // A freeze of the guest's file systems: the journal has it, the guest is frozen; it is about to be
+    // thawed, and is thawed.
+    "freeze.recorded",
+    "freeze.frozen",
+    "freeze.thawing",
+    "freeze.thawed",
     // The supervisor uploads an image that it has saved: the file is whole, the object is complete, the
     // journal has that.
     "upload.begin",

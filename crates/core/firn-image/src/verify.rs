@@ -33,6 +33,8 @@ pub struct VerifyReport {
     pub problems: Vec<VerifyProblem>,
     /// The number of all problems.
     pub problem_count: usize,
+    /// The number of those that are no damage: the system, or object storage, gave no bytes.
+    pub unread_count: usize,
 }
 
 impl VerifyReport {
@@ -83,6 +85,20 @@ pub enum VerifyProblem {
         /// The error of the read.
         source: ImageError,
     },
+}
+
+impl VerifyProblem {
+    /// Why bytes could not be read, if that is all. A file that is too short is damaged.
+    fn unread_error(&self) -> Option<&ImageError> {
+        match self {
+            Self::Unreadable { source: error @ ImageError::Read { source, .. }, .. }
+            | Self::Section(error @ ImageError::Read { source, .. })
+            | Self::Header(error @ ImageError::Read { source, .. }) => {
+                (source.kind() != std::io::ErrorKind::UnexpectedEof).then_some(error)
+            }
+            _ => None,
+        }
+    }
 }
 
 impl Serialize for VerifyProblem {
@@ -141,6 +157,7 @@ fn verify_blocks(
 
 impl VerifyReport {
     fn add_problems_first(&mut self, mut problems: Vec<VerifyProblem>) {
+        self.unread_count += problems.iter().filter(|it| it.unread_error().is_some()).count();
         let found = std::mem::take(&mut self.problems);
         self.problem_count += problems.len();
         problems.extend(found);
@@ -148,7 +165,14 @@ impl VerifyReport {
         self.problems = problems;
     }
 
+    /// The reason why bytes could not be read, if there is no other problem.
+    pub fn find_unread(&self) -> Option<&ImageError> {
+        let is_all = self.unread_count > 0 && self.unread_count == self.problem_count;
+        self.problems.iter().filter(|_| is_all).find_map(VerifyProblem::unread_error)
+    }
+
     fn add_problems(&mut self, problems: Vec<VerifyProblem>) {
+        self.unread_count += problems.iter().filter(|it| it.unread_error().is_some()).count();
         self.problem_count += problems.len();
         let room = PROBLEMS_MAX - self.problems.len();
         self.problems.extend(problems.into_iter().take(room));

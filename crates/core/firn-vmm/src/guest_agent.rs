@@ -11,6 +11,9 @@
 //!     <-- nanoseconds -------------------------
 //! ```
 //!
+//! It also freezes the guest's file systems (`guest-fsfreeze-freeze`, `-status`, `-thaw`), and runs a
+//! program in the guest (`guest-exec`, then `guest-exec-status` until it has ended).
+//!
 //! What the guest answers is untrusted: lines have a maximum length, and each wait has a deadline.
 //!
 //! Source: QEMU `docs/interop/qemu-ga.rst`, `qga/qapi-schema.json`.
@@ -20,6 +23,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::Serialize;
 use serde_json::{Value, json};
 use thiserror::Error;
 
@@ -45,12 +51,52 @@ pub enum GuestAgentError {
         /// Its message.
         reason: String,
     },
+    /// A program that it started has not ended before the deadline.
+    #[error("the program in the guest has not ended yet; it is process {pid} there")]
+    StillRuns {
+        /// Its number in the guest.
+        pid: i64,
+    },
     /// Its answer has another form than its schema says.
     #[error("the guest agent's answer to {command} can't be read")]
     Answer {
         /// The command.
         command: String,
     },
+}
+
+/// How often the agent is asked whether a program has ended.
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How a program in the guest ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct GuestProgramEnd {
+    /// Its exit code, if it exited.
+    pub exit_code: Option<i64>,
+    /// The signal that ended it, if one did.
+    pub signal: Option<i64>,
+    /// What it wrote to its standard output.
+    pub out: String,
+    /// What it wrote to its standard error.
+    pub err: String,
+    /// The agent has cut the output off.
+    pub is_cut: bool,
+}
+
+impl GuestProgramEnd {
+    fn parse_status(status: &Value) -> Self {
+        let text = |key: &str| {
+            let bytes = status[key].as_str().and_then(|text| STANDARD.decode(text).ok());
+            String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned()
+        };
+        Self {
+            exit_code: status["exitcode"].as_i64(),
+            signal: status["signal"].as_i64(),
+            out: text("out-data"),
+            err: text("err-data"),
+            is_cut: status["out-truncated"] == true || status["err-truncated"] == true,
+        }
+    }
 }
 
 /// A connection to the agent of a guest.
@@ -93,6 +139,68 @@ impl GuestAgent {
             Err(error @ GuestAgentError::Refused { .. }) if !is_set => Err(error),
             Err(error) if !matches!(error, GuestAgentError::Refused { .. }) => Err(error),
             _ => Ok(offset),
+        }
+    }
+
+    /// Freezes the guest's file systems: what was written is on the disks, and no program can write
+    /// until they are thawed. Returns the number of file systems.
+    ///
+    /// # Errors
+    /// If the agent refuses, or does not answer before the deadline. The guest may be frozen then.
+    pub fn freeze(&mut self) -> Result<u64, GuestAgentError> {
+        const COMMAND: &str = "guest-fsfreeze-freeze";
+        let answer = self.execute(COMMAND, &Value::Null)?;
+        answer.as_u64().ok_or_else(|| answer_error(COMMAND))
+    }
+
+    /// Whether the guest's file systems are frozen.
+    ///
+    /// # Errors
+    /// If the agent refuses, or does not answer before the deadline.
+    pub fn is_frozen(&mut self) -> Result<bool, GuestAgentError> {
+        const COMMAND: &str = "guest-fsfreeze-status";
+        let answer = self.execute(COMMAND, &Value::Null)?;
+        answer.as_str().map(|state| state == "frozen").ok_or_else(|| answer_error(COMMAND))
+    }
+
+    /// Thaws the guest's file systems. It is no error if they are not frozen.
+    ///
+    /// # Errors
+    /// If the agent does not answer before the deadline, or they are frozen still.
+    pub fn thaw(&mut self) -> Result<(), GuestAgentError> {
+        const COMMAND: &str = "guest-fsfreeze-thaw";
+        let thawed = self.execute(COMMAND, &Value::Null);
+        match self.is_frozen()? {
+            false => Ok(()),
+            true => Err(thawed.err().unwrap_or_else(|| GuestAgentError::Refused {
+                command: COMMAND.to_owned(),
+                reason: "the file systems are frozen still".to_owned(),
+            })),
+        }
+    }
+
+    /// Runs a program in the guest, and waits until it has ended.
+    ///
+    /// # Errors
+    /// If the agent can't start it, or it has not ended before the deadline. It continues to run then.
+    pub fn run_program(
+        &mut self,
+        path: &str,
+        arguments: &[String],
+    ) -> Result<GuestProgramEnd, GuestAgentError> {
+        const COMMAND: &str = "guest-exec-status";
+        let start = json!({ "path": path, "arg": arguments, "capture-output": true });
+        let started = self.execute("guest-exec", &start)?;
+        let pid = started["pid"].as_i64().ok_or_else(|| answer_error("guest-exec"))?;
+        loop {
+            let status = self.execute(COMMAND, &json!({ "pid": pid }))?;
+            if status["exited"] == true {
+                return Ok(GuestProgramEnd::parse_status(&status));
+            }
+            if Instant::now() + EXIT_POLL_INTERVAL >= self.deadline {
+                return Err(GuestAgentError::StillRuns { pid });
+            }
+            std::thread::sleep(EXIT_POLL_INTERVAL);
         }
     }
 
@@ -238,6 +346,50 @@ mod tests {
         let served = serve(UnixListener::bind(&socket).unwrap(), |_| None);
         let error = GuestAgent::connect(&socket, 77, soon()).unwrap_err();
         assert!(matches!(error, GuestAgentError::NoAnswer { .. }), "{error}");
+        drop(served.join().unwrap());
+    }
+
+    #[test]
+    fn a_guest_is_thawed_only_if_the_agent_reports_that() {
+        let dir = tempfile::tempdir().unwrap();
+        for (state, is_thawed) in [("thawed", true), ("frozen", false)] {
+            let socket = dir.path().join(state);
+            let served = serve(UnixListener::bind(&socket).unwrap(), move |command| {
+                Some(match command {
+                    "guest-sync" => "{\"return\": ID}".to_owned(),
+                    "guest-fsfreeze-status" => json!({ "return": state }).to_string(),
+                    _ => "{\"return\": 2}".to_owned(),
+                })
+            });
+            let mut agent = GuestAgent::connect(&socket, 77, soon()).unwrap();
+            assert_eq!(agent.freeze().unwrap(), 2);
+            assert_eq!(agent.thaw().is_ok(), is_thawed);
+            drop(agent);
+            let frozen = ["guest-fsfreeze-freeze", "guest-fsfreeze-thaw", "guest-fsfreeze-status"];
+            assert_eq!(served.join().unwrap()[1..], frozen);
+        }
+    }
+
+    #[test]
+    fn a_program_is_waited_for_and_its_output_decoded() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("agent");
+        let count = std::sync::atomic::AtomicU32::new(0);
+        let served = serve(UnixListener::bind(&socket).unwrap(), move |command| {
+            Some(match command {
+                "guest-sync" => "{\"return\": ID}".to_owned(),
+                "guest-exec" => json!({ "return": { "pid": 9 } }).to_string(),
+                _ if count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 0 => {
+                    json!({ "return": { "exited": false } }).to_string()
+                }
+                _ => json!({ "return": { "exited": true, "exitcode": 3, "out-data": "b2sK" } })
+                    .to_string(),
+            })
+        });
+        let mut agent = GuestAgent::connect(&socket, 77, soon()).unwrap();
+        let end = agent.run_program("/bin/true", &["-x".to_owned()]).unwrap();
+        assert_eq!((end.exit_code, end.out.as_str(), end.err.as_str()), (Some(3), "ok\n", ""));
+        drop(agent);
         drop(served.join().unwrap());
     }
 }

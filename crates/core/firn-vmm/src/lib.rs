@@ -12,7 +12,7 @@
 //!   devices        the devices that a user added, at the start or later
 //!   drives         the disks that the guest writes to, and how their contents are preserved
 //!   storage_snapshot  snapshots of disks that their storage makes, by a command of the user's
-//!   guest_agent    the agent in the guest: sets its clock
+//!   guest_agent    the agent in the guest: sets its clock, freezes it, runs a program
 //!   restorable     whether the command line still describes the VM, so that it can be restored
 //!   backup         point-in-time copies of disks, by jobs of the hypervisor
 //!   flush          writes files back before a pause
@@ -65,7 +65,7 @@ pub use drives::{
     can_clone, create_overlay,
 };
 pub use filters::FilterSide;
-pub use guest_agent::{GuestAgent, GuestAgentError};
+pub use guest_agent::{GuestAgent, GuestAgentError, GuestProgramEnd};
 pub use hmp::ConnectedCard;
 pub use launch::{LaunchError, LaunchedProcess, find_program, launch_hypervisor, read_log_tail};
 pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};

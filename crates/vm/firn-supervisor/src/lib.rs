@@ -57,12 +57,13 @@ pub use devices::disk_layers::{RemovedImage, record_copy, remove_images, resolve
 pub use devices::network::CardStatus;
 pub use families::{NewFamily, check_clones};
 pub use firn_epochs::protection_end::ProtectionEnd;
-pub use firn_vmm::StorageCommand;
 pub use firn_vmm::command_line::{CommandOverrides, GuestConsole};
+pub use firn_vmm::{GuestProgramEnd, StorageCommand};
 pub use hypervisor::consoles::find_vm_consoles;
 pub use hypervisor::host_check::{HostCheck, check_host};
 pub use hypervisor::libvirt::{find_libvirt_vm, restore_target};
 pub use hypervisor::memory_use::MemoryUse;
+pub use operations::guest_program::run_in_guest;
 pub use operations::image_origin::{ImageOrigin, OriginReport, report_origin};
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;

@@ -17,6 +17,7 @@ use firn_types::{BlockSize, make_printable};
 use crate::bar::TerminalBar;
 use crate::choices::{Choice, accept_words, parse_choice};
 use crate::every::PeriodicCheckpoints;
+use crate::hooks::CheckpointHooks;
 use crate::image::stored::refuse_location;
 use crate::keys::{SealArgs, keys_of};
 use crate::output::{FactPrinter, check_directory, check_input, check_output, check_output_kind};
@@ -98,7 +99,10 @@ const DISK_METHODS: &[Choice] = &[
 /// succeeds when the object is there. If the upload fails, the file stays, and the error has the command
 /// that pushes it. The image has no parent, and a VM whose disks need snapshots is refused.
 ///
-/// If this command is interrupted the checkpoint continues; `firn status` shows it.
+/// With --before and --after commands run on the host, and with --freeze the guest's file systems are
+/// frozen for the cut. A guest that is restored from such an image is thawed when it runs.
+///
+/// If this command is interrupted the checkpoint continues; `firn status` shows it. Then --after does not run.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = "Examples:
   firn checkpoint web -o web.firn
@@ -108,6 +112,7 @@ const DISK_METHODS: &[Choice] = &[
   firn checkpoint web -o web.firn --recipient-file ops.age
   firn checkpoint web -o web.firn --every 30s --keep 20
   firn checkpoint web -o s3://vms/prod/web.firn
+  firn checkpoint web -o web.firn --freeze --before ./flush-database
   firn checkpoint web -o web.firn --disk-snapshot /etc/firn/lvm-snapshot")]
 pub struct CheckpointArgs {
     /// The VM.
@@ -164,6 +169,8 @@ pub struct CheckpointArgs {
     #[arg(long, value_name = "N", requires = "every")]
     #[arg(value_parser = units::parse_number::<u32>(1..=u32::MAX.into()))]
     times: Option<u32>,
+    #[command(flatten)]
+    hooks: CheckpointHooks,
     /// For tests: while the guest is paused, also copy its memory to this file.
     #[arg(long, value_name = "FILE", hide = true)]
     reference: Option<PathBuf>,
@@ -358,6 +365,7 @@ impl CheckpointArgs {
         request.choices.bandwidth = self.bandwidth;
         request.choices.finish_within_ms =
             self.finish_within.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+        request.choices.freeze_ms = self.hooks.freeze_ms();
         self.check_limits()?;
         self.reference.as_deref().map_or(Ok(()), check_output_kind)?;
         request.choices.reference = self.reference.as_deref().map(absolute_path).transpose()?;
@@ -365,9 +373,21 @@ impl CheckpointArgs {
         if let Some(interval) = self.every {
             return self.periodic_checkpoints(request, interval).run(&base, &self.image.seal, out);
         }
-        let facts = request_save(&base, &self.name, &SupervisorRequest::for_checkpoint(request))
-            .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
-        out.print_facts(&facts, || describe_checkpoint(&facts))
+        let image = match &request.store {
+            Some(store) => store.location.clone(),
+            None => request.image.display().to_string(),
+        };
+        let request = SupervisorRequest::for_checkpoint(request);
+        let save = || request_save(&base, &self.name, &request);
+        let saved = self.hooks.run_around(&self.name, &image, save);
+        if saved.is_err() {
+            remove_unused_spool(&request);
+        }
+        let explain =
+            |failure: Failure| failure.while_doing(format!("no checkpoint of {}", self.name));
+        let (facts, failed_hook) = saved.map_err(explain)?;
+        out.print_facts(&facts, || describe_checkpoint(&facts))?;
+        failed_hook.map_or(Ok(()), Err)
     }
 }
 
@@ -400,12 +420,16 @@ pub fn request_save(
 ) -> Result<serde_json::Value, Failure> {
     let mut bar = TerminalBar::new();
     let saved = send_request(base, name, request, &mut |progress| bar.show_progress(progress));
+    remove_unused_spool(request);
+    saved
+}
+
+fn remove_unused_spool(request: &SupervisorRequest) {
     if let SupervisorRequest::StoredCheckpoint(save) | SupervisorRequest::StoredSuspend(save) =
         request
     {
         remove_unused(save);
     }
-    saved
 }
 
 /// The outcome of a checkpoint, in a line.
@@ -426,7 +450,8 @@ pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
         units::format_ms(number(&report["pause"]["downtime_ms"])),
         describe_round_pauses(report),
         describe_upload(facts),
-    ) + &describe_obstacles(facts)
+    ) + &describe_freeze(&facts["freeze"])
+        + &describe_obstacles(facts)
         + &describe_missing_mark(facts)
 }
 
@@ -434,6 +459,18 @@ pub fn describe_checkpoint(facts: &serde_json::Value) -> String {
 fn describe_upload(facts: &serde_json::Value) -> String {
     let ms = facts["upload"]["ms"].as_f64();
     ms.map_or(String::new(), |ms| format!(", uploaded in {}", units::format_ms(ms)))
+}
+
+/// How long the guest was frozen.
+fn describe_freeze(freeze: &serde_json::Value) -> String {
+    let (Some(ms), Some(count)) = (freeze["ms"].as_f64(), freeze["file_systems"].as_u64()) else {
+        return String::new();
+    };
+    let end = match freeze["thawed"].as_bool() {
+        Some(true) => "",
+        _ => ", and still are: Firn thaws them when the guest agent answers (`firn status`)",
+    };
+    format!("{count} file systems of the guest were frozen for {}{end}\n", units::format_ms(ms))
 }
 
 fn describe_missing_mark(facts: &serde_json::Value) -> String {

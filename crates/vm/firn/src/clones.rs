@@ -14,6 +14,7 @@ use firn_supervisor::{
 use firn_types::make_printable;
 use serde_json::{Value, json};
 
+use crate::hooks::describe_guest_end;
 use crate::overrides::number_overrides;
 use crate::units;
 
@@ -201,6 +202,7 @@ pub fn describe_clones(facts: &Value) -> String {
             }
             None => writeln!(text, "{name} runs: process {}, after {total}", clone["pid"]),
         };
+        text += &describe_guest_end(&clone["guest_exec"]);
     }
     let image = make_printable(facts["image"].as_str().unwrap_or("?"));
     let _ = writeln!(text, "{} clones of {image} share its memory", clones.len());

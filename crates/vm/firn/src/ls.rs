@@ -40,7 +40,10 @@ fn describe_vms(statuses: &[VmStatus]) -> String {
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     rows.extend(statuses.iter().map(vm_row));
     let troubles = statuses.iter().filter_map(describe_trouble);
-    format_table(&rows) + &describe_families(statuses) + &troubles.collect::<String>()
+    format_table(&rows)
+        + &describe_families(statuses)
+        + &describe_forwards(statuses)
+        + &troubles.collect::<String>()
 }
 
 /// The families of clones, in a line each.
@@ -56,6 +59,15 @@ fn describe_families(statuses: &[VmStatus]) -> String {
         format!("family of {image}: {}\n", names.join(", "))
     };
     families.values().map(line).collect()
+}
+
+/// The ports of the host that lead to guests, in a line for each VM that has some.
+fn describe_forwards(statuses: &[VmStatus]) -> String {
+    let has_some = statuses.iter().filter(|status| !status.forwards.is_empty());
+    let line = |status: &VmStatus| {
+        format!("ports of {}: {}\n", status.name, make_printable(&status.forwards.join(", ")))
+    };
+    has_some.map(line).collect()
 }
 
 fn vm_row(status: &VmStatus) -> Vec<String> {

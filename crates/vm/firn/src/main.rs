@@ -31,6 +31,7 @@ mod every;
 mod failover;
 mod fork;
 mod hidden;
+mod hooks;
 mod image;
 mod keys;
 mod libvirt;

@@ -21,6 +21,7 @@ use crate::choices::{Choice, accept_words, parse_choice};
 use crate::clones::{
     COUNT_MAX, CloneOrder, NamePattern, check_names, describe_clones, start_clones, wait_for_clones,
 };
+use crate::hooks::{RestoreHooks, describe_guest_end};
 use crate::image::stored::find_stored;
 use crate::keys::keys_of;
 use crate::live::RestoreView;
@@ -109,6 +110,10 @@ const OUTAGES: &[Choice] = &[
 /// (--fill). If the store is away, the guest waits. Credentials come from the environment, as for `firn
 /// image push`.
 ///
+/// With --guest-exec the guest agent runs a program in the guest, and with --after a command runs on the host,
+/// when the VM runs. They give a clone a name or keys of its own. If one fails, the VM continues to run, and the
+/// command fails.
+///
 /// --libvirt restores an image of a libvirt domain as a new domain. libvirt starts QEMU from the
 /// XML in the image and manages the new domain like any other. Firn is attached to the new domain.
 /// The new domain has the name of the saved domain, which must not run meanwhile. With --name the
@@ -119,6 +124,7 @@ const OUTAGES: &[Choice] = &[
   firn restore web.firn --name web2 --mode eager --json
   firn restore web.firn --libvirt
   firn restore s3://vms/prod/web.firn
+  firn restore web.firn --guest-exec '/bin/hostname web2' --after ./update-dns
   firn restore web.firn --name web2 --set vnc=:5 \
     --netdev net0=user,hostfwd=tcp::2223-:22
   firn restore web.firn --count 20 --name 'web-{}' \
@@ -190,6 +196,8 @@ pub struct RestoreArgs {
     /// of the image's storage is recorded in either case.)
     #[arg(long)]
     no_learn: bool,
+    #[command(flatten)]
+    hooks: RestoreHooks,
     /// For experiments: count in the run record which prefetched pages the guest uses. Each of them
     /// costs the guest a page fault.
     #[arg(long, hide = true)]
@@ -206,11 +214,51 @@ impl RestoreArgs {
         let has_prefetch = self.mode != RestoreMode::Lazy;
         let image = find_stored(&self.image, has_prefetch).map_err(explain)?;
         if let Some(count) = self.count {
-            let facts = self.start_clones(&base, &image, count).map_err(explain)?;
-            return out.print_facts(&facts, || describe_clones(&facts));
+            let mut facts = self.start_clones(&base, &image, count).map_err(explain)?;
+            let failed = self.run_clone_hooks(&base, &image, &mut facts);
+            out.print_facts(&facts, || describe_clones(&facts))?;
+            return failed.map_or(Ok(()), Err);
         }
-        let facts = self.start_restore(&base, &image).map_err(explain)?;
-        out.print_facts(&facts, || describe_restore(&facts))
+        let mut facts = self.start_restore(&base, &image).map_err(explain)?;
+        let failed = self.run_hooks(&base, None, &image, &mut facts);
+        out.print_facts(&facts, || describe_restore(&facts))?;
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Runs the hooks of a VM that these facts describe, and adds theirs. Returns what failed.
+    fn run_hooks(
+        &self,
+        base: &RuntimeDir,
+        number: Option<usize>,
+        image: &Path,
+        facts: &mut serde_json::Value,
+    ) -> Option<Failure> {
+        let name = VmName::new(facts["name"].as_str().unwrap_or_default()).ok()?;
+        let image = match self.image.to_str() {
+            Some(location) if location.contains("://") => location.to_owned(),
+            _ => absolute_path(image).ok()?.display().to_string(),
+        };
+        let (ended, failed) = self.hooks.run(base, (&name, number), (&image, facts));
+        facts["guest_exec"] = ended;
+        failed
+    }
+
+    /// The same for each clone. Returns the first failure.
+    fn run_clone_hooks(
+        &self,
+        base: &RuntimeDir,
+        image: &Path,
+        facts: &mut serde_json::Value,
+    ) -> Option<Failure> {
+        let clones = facts["clones"].as_array_mut()?.iter_mut();
+        let run = |(at, facts)| self.run_hooks(base, Some(at + 1), image, facts);
+        let failed: Vec<Failure> = clones.enumerate().filter_map(run).collect();
+        let count = failed.len();
+        let first = failed.into_iter().next()?;
+        match count {
+            1 => Some(first),
+            _ => Some(first.while_doing(format!("the hooks of {count} clones failed"))),
+        }
     }
 
     /// Starts several clones; waits for all of their memory if the user wants that.
@@ -383,6 +431,7 @@ fn describe_restore(facts: &serde_json::Value) -> String {
             let _ = writeln!(text, "running after {}", units::format_ms(total));
         }
     }
+    text += &describe_guest_end(&facts["guest_exec"]);
     if let Some(run) = facts.get("run") {
         let ms =
             |seconds: &serde_json::Value| units::format_ms(seconds.as_f64().unwrap_or(0.0) * 1e3);

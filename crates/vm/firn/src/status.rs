@@ -109,6 +109,9 @@ fn describe_status(status: &VmStatus, qemu_log: &str) -> String {
     if let Some(waiting) = &status.waiting {
         line("storage", describe_outage(waiting));
     }
+    if status.frozen {
+        line("frozen", "its file systems, for a checkpoint; they are being thawed".to_owned());
+    }
     if let Some(image) = &status.image {
         line("image", image.display().to_string());
     }
@@ -119,6 +122,9 @@ fn describe_status(status: &VmStatus, qemu_log: &str) -> String {
     line("memory", units::format_bytes(status.memory_bytes));
     if let Some(family) = &status.family {
         line("clone of", family.image.display().to_string());
+    }
+    for rule in &status.forwards {
+        line("port", rule.clone());
     }
     if let Some(memory_use) = &status.memory_use {
         line("memory use", describe_memory_use(memory_use));

@@ -66,7 +66,7 @@ pub use cards::{CardPlan, CardUplink, OtherCard, with_uplink};
 pub use consoles::{GuestConsole, find_agent_socket, find_consoles};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
-pub use endpoints::{EndpointRelocation, HostEndpoint};
+pub use endpoints::{EndpointRelocation, HostEndpoint, list_forwards};
 pub use error::CommandLineError;
 pub use generation::{replace_generation_id, with_generation_id};
 pub use host_access::{HostAccess, find_host_accesses};

@@ -1,7 +1,7 @@
 //! Requests to the store of one object: always for the state of the object that the cache began with.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -50,7 +50,16 @@ pub(crate) fn version_of(meta: &ObjectMeta) -> String {
 pub(crate) struct ObjectClient {
     location: StoreLocation,
     version: String,
-    store: Mutex<(StoreClient, StoreEnvironment)>,
+    access: Mutex<StoreAccess>,
+}
+
+/// The credentials with which the object is read.
+struct StoreAccess {
+    store: StoreClient,
+    environment: StoreEnvironment,
+    /// Variables with which the store denied access. A process that still has them does not replace
+    /// those of another one with which it may not.
+    denied: Option<StoreEnvironment>,
 }
 
 impl ObjectClient {
@@ -60,24 +69,51 @@ impl ObjectClient {
         store: StoreClient,
         environment: StoreEnvironment,
     ) -> Self {
-        Self { location, version, store: Mutex::new((store, environment)) }
+        let access = StoreAccess { store, environment, denied: None };
+        Self { location, version, access: Mutex::new(access) }
     }
 
     pub(crate) fn location(&self) -> &StoreLocation {
         &self.location
     }
 
-    /// Uses these variables from now on: the credentials of before may have expired.
+    /// Uses these variables from now on: the credentials of before may have expired. But those that have
+    /// expired do not replace others.
     pub(crate) fn use_environment(&self, environment: &StoreEnvironment) -> Result<(), StoreError> {
-        let mut store = self.store.lock().unwrap_or_else(PoisonError::into_inner);
-        if store.1 != *environment {
-            *store = (open_store(&self.location, environment)?, environment.clone());
+        let mut access = self.access();
+        if access.environment != *environment && access.denied.as_ref() != Some(environment) {
+            access.store = open_store(&self.location, environment)?;
+            access.environment = environment.clone();
         }
         Ok(())
     }
 
+    /// Records whether the store denied access with these variables.
+    fn record_access(&self, environment: &StoreEnvironment, is_denied: bool) {
+        let mut access = self.access();
+        match is_denied {
+            true => access.denied = Some(environment.clone()),
+            false if access.denied.as_ref() == Some(environment) => access.denied = None,
+            false => {}
+        }
+    }
+
+    fn access(&self) -> MutexGuard<'_, StoreAccess> {
+        self.access.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Bytes of the object.
     pub(crate) async fn read_range(&self, range: Range<u64>) -> Result<Bytes, StoreError> {
+        let (store, environment) = {
+            let access = self.access();
+            (Arc::clone(&access.store), access.environment.clone())
+        };
+        let read = self.read_from(&store, range).await;
+        self.record_access(&environment, matches!(read, Err(StoreError::Denied { .. })));
+        read
+    }
+
+    async fn read_from(&self, store: &StoreClient, range: Range<u64>) -> Result<Bytes, StoreError> {
         let path = path_of(&self.location)?;
         let has_tag = !self.version.starts_with("of ");
         let options = GetOptions {
@@ -85,7 +121,6 @@ impl ObjectClient {
             if_match: has_tag.then(|| self.version.clone()),
             ..GetOptions::default()
         };
-        let store = self.store.lock().unwrap_or_else(PoisonError::into_inner).0.clone();
         let replaced = || StoreError::Replaced(self.location.clone());
         let failed = |error: &object_store::Error| match error {
             object_store::Error::Precondition { .. } => replaced(),

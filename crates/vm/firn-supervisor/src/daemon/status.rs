@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use firn_epochs::protection_end::ProtectionEnd;
+use firn_vmm::command_line::list_forwards;
 use serde::{Deserialize, Serialize};
 
 use crate::devices::disk_snapshots::overlays_left;
@@ -85,6 +86,12 @@ pub struct VmStatus {
     /// What its memory uses of the host's, if it belongs to a family.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_use: Option<MemoryUse>,
+    /// The ports of the host that lead to its guest, as QEMU's rules `hostfwd` have them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub forwards: Vec<String>,
+    /// The guest's file systems are frozen for a checkpoint, or could not be thawed yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
     /// The reason why no supervisor answers for it, and what helps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unattended: Option<UnattendedVm>,
@@ -168,6 +175,8 @@ impl VmStatus {
             waiting: None,
             family: journal.family.clone(),
             memory_use: None,
+            forwards: if exit.is_none() { list_forwards(&meta.qemu.args) } else { Vec::new() },
+            frozen: journal.frozen && exit.is_none(),
             unattended: None,
             supervisor_pid: None,
             guard_pid: None,

@@ -189,6 +189,7 @@ pub(crate) fn describe_hypervisor(
         version: meta::VERSION,
         name: name.to_owned(),
         created: unix_seconds(),
+        frozen: false,
         firn: env!("CARGO_PKG_VERSION").to_owned(),
         machine: vm.machine_type().while_doing(QUERYING)?,
         qemu: QemuFacts {

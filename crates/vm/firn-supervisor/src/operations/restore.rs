@@ -42,7 +42,6 @@ use crate::operations::auxiliary;
 use crate::operations::calls;
 use crate::operations::domain_restore::{self, CreatedDomain};
 use crate::operations::family::FamilyLink;
-use crate::operations::guest_clock;
 use crate::operations::image_origin::{self, TrustChoices};
 use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::OutagePauser;
@@ -50,6 +49,7 @@ use crate::operations::restore_task::RestoreTask;
 use crate::operations::restore_work::{PROGRESS_INTERVAL, RestoreWork, restore_progress};
 use crate::operations::storage_latency::ImageStorage;
 use crate::operations::vm_start::{self, HypervisorChild, StartContext, StartedVm};
+use crate::operations::{guest_clock, guest_freeze};
 use crate::processes::endpoints;
 use crate::processes::identity::ProcessHandle;
 use crate::processes::kept_keys;
@@ -481,7 +481,10 @@ impl RestoreRun<'_> {
     /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
         firn_fault::pass_point("restore.device-state");
-        update_journal(self.context.journal, set_started)
+        update_journal(self.context.journal, |journal| {
+            set_started(journal);
+            journal.frozen = self.meta.frozen;
+        })
     }
 
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
@@ -491,17 +494,20 @@ impl RestoreRun<'_> {
                 Some(domain) => restored_domain::resume_domain(&domain.address),
                 None => {
                     vm.cont().while_doing("starting the vCPUs")?;
-                    self.set_clock();
+                    self.repair_guest();
                     Ok(())
                 }
             },
         }
     }
 
-    /// Has the guest's clock set, unless the VM is to be the one that was saved in each respect.
-    fn set_clock(&self) {
+    /// Has a guest that was saved frozen thawed, and then its clock set, unless the VM is to be the one
+    /// that was saved in each respect.
+    fn repair_guest(&self) {
+        let pid = self.child.identity.pid;
+        let thaw = guest_freeze::thaw_in_background(&self.context.clone_journal(), pid);
         if !self.wanted.overrides.same_identity {
-            guest_clock::set_in_background(self.child.identity.pid);
+            guest_clock::set_in_background(pid, thaw);
         }
     }
 
@@ -656,11 +662,11 @@ pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, ImageMeta), Failure
     let meta: ImageMeta = serde_json::from_value(image.meta().clone())
         .while_doing_as(FailureKind::Damaged, "reading the image's description of its VM")?;
     match meta.version {
-        meta::VERSION..=meta::VERSION_MARKED => Ok((Arc::new(image), meta)),
+        meta::VERSION..=meta::VERSION_FROZEN => Ok((Arc::new(image), meta)),
         other => {
             let text = format!(
                 "the image describes its VM in version {other}, not {}",
-                meta::VERSION_MARKED
+                meta::VERSION_FROZEN
             );
             Err(Failure::new(FailureKind::Refused, text).with_hint("use the Firn that wrote it"))
         }

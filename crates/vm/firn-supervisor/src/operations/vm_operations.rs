@@ -30,6 +30,7 @@ use crate::hypervisor::{inspection, libvirt};
 use crate::operations::access_scan::{self, AccessScan, PageRanges};
 use crate::operations::calls::CallService;
 use crate::operations::dirty_tracking::{self, DirtyTracking};
+use crate::operations::guest_freeze::{self, GuestFreeze};
 use crate::operations::huge_page_repair::HugePageRepair;
 use crate::operations::image_upload::{self, ImageSender};
 use crate::operations::protection::{
@@ -266,6 +267,9 @@ impl VmOperations for QemuOperations {
 
     fn stop_idle_work(&self) {
         disk_copies::remove_all_bitmaps(&self.journal);
+        if let Ok(record) = self.hypervisor_record() {
+            guest_freeze::thaw_before_detach(&self.journal, record.process.pid);
+        }
         self.calls.stop_service();
         self.usage.finish_scan();
         self.huge_pages.stop_repair();
@@ -524,6 +528,9 @@ impl QemuOperations {
         let held = self.journal.current_journal().shut || self.network.is_output_blocked();
         let meta =
             hypervisor_record.meta.clone().with_output_blocked(held).with_paused_state(paused);
+        let freeze = self.plan_freeze(request, &hypervisor_record, was_running)?;
+        let frozen = freeze.is_some() || self.journal.current_journal().frozen;
+        let meta = meta.with_frozen(frozen);
         let (domain_xml, definition) =
             libvirt::read_domain_xml(&hypervisor_record.qmp).map_err(explain)?;
         let meta = meta.with_obstacles(unrestorable).with_domain_xml(domain_xml, definition);
@@ -555,6 +562,7 @@ impl QemuOperations {
             scanned,
             parent,
             key: key.as_ref().ok(),
+            freeze: freeze.as_ref(),
         };
         let report = save.run_save(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
         let send = |report| match then_stop {
@@ -566,6 +574,7 @@ impl QemuOperations {
             false => Ok((report, None)),
         };
         let report = report.and_then(send).map_err(|failure| {
+            let failure = freeze.iter().fold(failure, |it, freeze| freeze.explain_failure(it));
             if !self.journal.is_image_complete() {
                 cutting.stop_copies(&mut vm);
             }
@@ -576,6 +585,8 @@ impl QemuOperations {
             }
             failure
         });
+        // In any case, and after a VM that was paused runs again.
+        let thawed = freeze.as_ref().and_then(GuestFreeze::finish);
         if !then_stop {
             close_descriptors(&mut vm);
         }
@@ -587,9 +598,28 @@ impl QemuOperations {
             facts["upload"] = sent;
             facts["image"] = json!(store.location);
         }
+        facts["freeze"] = json!(thawed);
         // The image is good all the same.
         facts["unmarked"] = json!(key.err().map(|failure| failure.to_string()));
         Ok(facts)
+    }
+
+    /// The freeze of the guest's file systems, if the user wants it.
+    fn plan_freeze(
+        &self,
+        request: &SaveRequest,
+        record: &HypervisorRecord,
+        was_running: bool,
+    ) -> Result<Option<GuestFreeze>, Failure> {
+        let Some(ms) = request.choices.freeze_ms else { return Ok(None) };
+        if record.qmp.domain().is_some() {
+            let text = "libvirt is connected to the guest agent of its domains, so Firn can't freeze this VM";
+            let hint =
+                "save it without --freeze: the disks are as they would be after a loss of power";
+            return Err(Failure::new(FailureKind::Refused, text).with_hint(hint));
+        }
+        let (pid, limit) = (record.process.pid, Duration::from_millis(ms));
+        GuestFreeze::plan(&self.journal, pid, limit, was_running).map(Some)
     }
 
     fn hypervisor_record(&self) -> Result<HypervisorRecord, Failure> {
@@ -767,6 +797,8 @@ struct SaveRun<'a> {
     parent: Option<Arc<Image>>,
     /// The key that marks the image as one of this user.
     key: Option<&'a OriginKey>,
+    /// The freeze of the guest's file systems, if the user wants it.
+    freeze: Option<&'a GuestFreeze>,
 }
 
 impl SaveRun<'_> {
@@ -815,7 +847,7 @@ impl SaveRun<'_> {
             Ok(meta)
         };
         let (paused, cancel) = (self.was_running, self.cancel);
-        let steps = JournalSteps { journal, paused, cancel, cutting };
+        let steps = JournalSteps { journal, paused, cancel, cutting, freeze: self.freeze };
         let mut context = SaveContext {
             vm,
             process: memory.process,
@@ -895,6 +927,7 @@ struct JournalSteps<'a> {
     paused: bool,
     cancel: &'a AtomicBool,
     cutting: &'a DiskSnapshots<'a>,
+    freeze: Option<&'a GuestFreeze>,
 }
 
 impl JournalSteps<'_> {
@@ -910,17 +943,21 @@ impl JournalSteps<'_> {
 
 impl SaveSteps for JournalSteps<'_> {
     fn about_to_stop(&self) -> io::Result<()> {
+        if let Some(freeze) = self.freeze {
+            freeze.begin().map_err(io::Error::other)?;
+        }
         self.set_paused_by_us(self.paused)?;
         self.cutting.mark_pause_begun();
         Ok(())
     }
 
     fn record_resume(&self) -> io::Result<()> {
-        self.set_paused_by_us(false)
+        self.set_paused_by_us(false)?;
+        self.freeze.map_or(Ok(()), GuestFreeze::end).map_err(io::Error::other)
     }
 
     fn is_cancelled(&self) -> bool {
-        self.cancel.load(Ordering::Relaxed)
+        self.cancel.load(Ordering::Relaxed) || self.freeze.is_some_and(GuestFreeze::is_late)
     }
 }
 

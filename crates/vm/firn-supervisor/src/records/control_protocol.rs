@@ -286,6 +286,9 @@ pub struct SaveChoices {
     /// Make an image that cannot be restored, and mark it, instead of refusing.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_unrestorable: bool,
+    /// Freeze the guest's file systems for the cut, for at most this time, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub freeze_ms: Option<u64>,
     /// For tests: also copy RAM to this file during the pause.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<PathBuf>,

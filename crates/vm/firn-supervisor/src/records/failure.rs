@@ -203,6 +203,7 @@ pub fn image_failure(error: &ImageError) -> Failure {
         return Failure::new(FailureKind::Refused, text).with_hint(KEY_HINT);
     }
     let kind = match error {
+        ImageError::Read { source, .. } if is_denied_by_store(source) => FailureKind::Host,
         ImageError::Io { .. } | ImageError::Read { .. } | ImageError::Write { .. } => {
             FailureKind::Other
         }
@@ -216,6 +217,11 @@ pub fn image_failure(error: &ImageError) -> Failure {
         _ => FailureKind::Damaged,
     };
     Failure::from_error(kind, error)
+}
+
+/// Whether a store denied access, or there are no credentials for it. The system's own errors have a number.
+fn is_denied_by_store(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::PermissionDenied && error.raw_os_error().is_none()
 }
 
 /// The text of the error of an image whose key is missing: the image itself, or one it builds on.

@@ -132,6 +132,9 @@ pub struct Journal {
     /// The family of clones that it belongs to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub family: Option<FamilyRecord>,
+    /// The guest's file systems are frozen, or are about to be, and are to be thawed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
     /// Its hypervisor did not answer the last query.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hung: bool,
@@ -357,6 +360,7 @@ impl Journal {
             protection_end: None,
             domain: None,
             family: None,
+            frozen: false,
             hung: false,
         }
     }

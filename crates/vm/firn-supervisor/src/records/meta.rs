@@ -25,10 +25,13 @@ pub const VERSION_HELD: u32 = 3;
 /// marks would run the VM.
 pub const VERSION_MARKED: u32 = 4;
 
+/// The version of an image whose guest was frozen: a Firn that does not know this mark would leave it so.
+pub const VERSION_FROZEN: u32 = 5;
+
 /// The origin of an image.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ImageMeta {
-    /// `VERSION`, `VERSION_WITH_DRIVES`, `VERSION_HELD` or `VERSION_MARKED`.
+    /// `VERSION`, `VERSION_WITH_DRIVES`, `VERSION_HELD`, `VERSION_MARKED` or `VERSION_FROZEN`.
     pub version: u32,
     /// The VM's name.
     pub name: String,
@@ -64,6 +67,9 @@ pub struct ImageMeta {
     /// `None` if it ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused: Option<String>,
+    /// The guest's file systems were frozen at the cut: each restore has to thaw them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
     /// The host's processor, if the guest sees it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<CpuFacts>,
@@ -174,6 +180,11 @@ impl ImageMeta {
         Self { paused, ..self }.with_version()
     }
 
+    /// Sets whether the guest's file systems are frozen at the cut.
+    pub(crate) fn with_frozen(self, frozen: bool) -> Self {
+        Self { frozen, ..self }.with_version()
+    }
+
     /// Sets the reasons why the image cannot be restored.
     pub(crate) fn with_obstacles(self, unrestorable: Vec<String>) -> Self {
         Self { unrestorable, ..self }.with_version()
@@ -199,6 +210,7 @@ impl ImageMeta {
     fn with_version(self) -> Self {
         let is_marked = self.paused.is_some() || !self.unrestorable.is_empty();
         let version = match (is_marked, self.held, self.drives.is_empty()) {
+            _ if self.frozen => VERSION_FROZEN,
             (true, _, _) => VERSION_MARKED,
             (false, true, _) => VERSION_HELD,
             (false, false, false) => VERSION_WITH_DRIVES,
@@ -334,6 +346,10 @@ mod tests {
         assert_eq!(
             ImageMeta::default().with_paused_state(Some("paused".into())).version,
             VERSION_MARKED
+        );
+        assert_eq!(
+            ImageMeta::default().with_frozen(true).with_output_blocked(true).version,
+            VERSION_FROZEN
         );
         assert_eq!(
             ImageMeta::default().with_paused_state(None).with_obstacles(Vec::new()).version,

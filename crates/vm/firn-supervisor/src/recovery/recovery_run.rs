@@ -16,6 +16,7 @@ use crate::devices::mirrored_disks;
 use crate::devices::network::OUTPUT_BLOCKED;
 use crate::hypervisor::{qemu, restored_domain};
 use crate::operations::domain_restore;
+use crate::operations::guest_freeze;
 use crate::operations::image_upload;
 use crate::operations::restore_work::InheritedRestore;
 use crate::operations::standby::announce_addresses;
@@ -57,8 +58,16 @@ pub(crate) fn take_over(
     let since = Instant::now();
     let recoverer = RecoveryRun { vm, journal: Arc::new(journal), files };
     let found = recoverer.perform_recovery(recovery, hypervisor)?;
+    found.iter().for_each(|(journal, _)| thaw_guest(journal));
     tracing::info!("taken over within {:?}", since.elapsed());
     Ok(found)
+}
+
+/// Has the guest thawed if the dead supervisor has left it frozen. The VM runs by now.
+fn thaw_guest(journal: &Arc<JournalFile>) {
+    if let Some(record) = journal.current_journal().hypervisor_record {
+        guest_freeze::thaw_in_background(journal, record.process.pid);
+    }
 }
 
 /// Finds the hypervisor, if it lives: by its journaled identity, or by the monitor socket on its

@@ -18,7 +18,7 @@ const PRINTED_MAX: usize = 20;
 /// Check every byte of an image.
 ///
 /// Exits with code 6 if a byte differs from what was written, and names the memory blocks and their
-/// offsets.
+/// offsets. Bytes that can't be read are no damage: exit code 1, or 7 where a store denies access.
 ///
 /// With --restorable the command does not read memory. It checks whether this host could restore
 /// the image: its QEMU, machine type, accelerator, CPU, disks, memory, userfaultfd. Exits with code
@@ -53,6 +53,14 @@ impl ImageVerifyArgs {
             "problems": problems,
         });
         out.print_facts(&facts, || self.describe_report(&report, &problems))?;
+        if let Some(error) = report.find_unread() {
+            let (count, all) = (report.unread_count, report.locality_blocks);
+            let text = format!(
+                "{} can't be verified: {count} of {all} locality blocks can't be read",
+                self.image.display()
+            );
+            return Err(super::open::to_failure(error).while_doing(text));
+        }
         match report.problem_count {
             0 => Ok(()),
             count => Err(super::open::damage_failure(format!(

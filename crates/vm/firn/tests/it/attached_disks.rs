@@ -378,11 +378,22 @@ fn killed_while_disks_are_copied() {
 }
 
 /// A directory on a small file system; unmounted when dropped.
-struct SmallMount(tempfile::TempDir);
+pub struct SmallMount(tempfile::TempDir);
 
 impl SmallMount {
-    fn tmpfs() -> Option<Self> {
-        Self::mount(&["-t", "tmpfs", "-o", "size=2M", "none"])
+    pub fn tmpfs(mib: u32) -> Option<Self> {
+        Self::mount(&["-t", "tmpfs", "-o", &format!("size={mib}M"), "none"])
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// Gives a tmpfs another size.
+    pub fn resize(&self, mib: u32) {
+        let options = format!("remount,size={mib}M");
+        let resized = Command::new("mount").args(["-o", &options]).arg(self.path()).status();
+        assert!(resized.unwrap().success());
     }
 
     /// A file system that can't reserve room.
@@ -422,7 +433,7 @@ fn a_copy_without_room_is_one_clear_error() {
     let before = qemu.block_state();
     qemu.attach(session);
     let mounts = [
-        ("tmpfs", SmallMount::tmpfs(), "cannot reserve"),
+        ("tmpfs", SmallMount::tmpfs(2), "cannot reserve"),
         ("ext2", SmallMount::ext2(), "No space left on device"),
     ];
     for (kind, mount, why) in &mounts {

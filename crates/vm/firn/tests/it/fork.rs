@@ -142,7 +142,7 @@ fn template_use(pid: i64, key: &str) -> u64 {
 }
 
 /// The processes that hold templates in this session.
-fn holders(session: &Session) -> Vec<i64> {
+pub fn holders(session: &Session) -> Vec<i64> {
     let runtime = format!("FIRN_RUNTIME_DIR={}", text(&session.runtime_dir()));
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let is_holder = |path: &PathBuf| {
@@ -226,17 +226,17 @@ fn no_clone_can_change_the_template() {
 }
 
 /// A QEMU that its guest has taken over.
-struct HostileQemu {
-    process: Process,
+pub struct HostileQemu {
+    pub process: Process,
     /// Its vCPUs.
     vcpus: Vec<ThreadId>,
     /// Its descriptor of the template.
     template: u64,
-    ram: u64,
+    pub ram: u64,
 }
 
 impl HostileQemu {
-    fn new(pid: i64) -> Self {
+    pub fn new(pid: i64) -> Self {
         let process = Process::open(pid as i32).unwrap();
         let is_vcpu = |tid: &ThreadId| {
             let name = std::fs::read_to_string(format!("/proc/{pid}/task/{}/comm", tid.0));
@@ -254,7 +254,7 @@ impl HostileQemu {
     }
 
     /// Maps pages of the template privately, without a userfaultfd: at this address, or anywhere.
-    fn map_template(&self, at: Option<u64>, part: std::ops::Range<usize>) -> u64 {
+    pub fn map_template(&self, at: Option<u64>, part: std::ops::Range<usize>) -> u64 {
         let fixed = at.map_or(0, |_| libc::MAP_FIXED);
         let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
         let (flags, len) = ((libc::MAP_PRIVATE | fixed) as u64, part.len() as u64);
@@ -263,13 +263,13 @@ impl HostileQemu {
     }
 
     /// Moves pages of its RAM to another address: they leave their userfaultfd.
-    fn move_ram(&self, part: std::ops::Range<usize>, to: u64) {
+    pub fn move_ram(&self, part: std::ops::Range<usize>, to: u64) {
         let (from, len) = (self.ram + part.start as u64, part.len() as u64);
         let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as u64;
         self.syscall(libc::SYS_mremap, [from, len, len, flags, to, 0]);
     }
 
-    fn read(&self, at: u64, len: usize) -> Vec<u8> {
+    pub fn read(&self, at: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         process_memory::read_memory(&self.process, HostVirt(at), &mut bytes).unwrap();
         bytes

@@ -3,6 +3,7 @@
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use firn_lab::guest::GuestImage;
@@ -120,10 +121,15 @@ const CLOCK_MS: i128 = 100;
 const KERNEL_WORDS: &str = "console=ttyS0 quiet no_timer_check mitigations=off";
 
 /// The serial port of a guest that prints a random number and its time for each line that it receives.
-struct RandomGuest(BufReader<UnixStream>);
+pub struct RandomGuest(BufReader<UnixStream>);
 
 impl RandomGuest {
     fn run(session: &Session) {
+        Self::run_with(session, &[]);
+    }
+
+    /// With more words on its command line.
+    pub fn run_with(session: &Session, more: &[&str]) {
         let image = GuestImage::find_guest("identity").unwrap();
         let port =
             format!("socket,id=port,path={},server=on,wait=off", text(&session.path("port")));
@@ -131,15 +137,18 @@ impl RandomGuest {
         let mut words: Vec<&str> = LINE.split_whitespace().collect();
         words.extend(["-chardev", &port, "-chardev", &agent, "-append", KERNEL_WORDS]);
         words.extend(["-kernel", text(&image.kernel), "-initrd", text(&image.initrd)]);
-        session.firn(&[&["run", "web", "--"], &words[..]].concat()).succeeds();
+        session.firn(&[&["run", "web", "--"], &words[..], more].concat()).succeeds();
         assert_eq!(Self::connect(session).read_word("ready"), "");
     }
 
-    fn connect(session: &Session) -> Self {
-        let path = session.path("port");
+    pub fn connect(session: &Session) -> Self {
+        Self::connect_to(&session.path("port"))
+    }
+
+    pub fn connect_to(path: &Path) -> Self {
         let mut stream = None;
         eventually("the serial port", PATIENCE, || {
-            stream = UnixStream::connect(&path).ok();
+            stream = UnixStream::connect(path).ok();
             stream.is_some()
         });
         let stream = stream.unwrap();
@@ -147,7 +156,7 @@ impl RandomGuest {
         Self(BufReader::new(stream))
     }
 
-    fn read_word(&mut self, word: &str) -> String {
+    pub fn read_word(&mut self, word: &str) -> String {
         loop {
             let mut line = String::new();
             assert_ne!(self.0.read_line(&mut line).unwrap(), 0, "the guest has ended");
@@ -155,6 +164,17 @@ impl RandomGuest {
                 return rest.trim().to_owned();
             }
         }
+    }
+
+    /// Sends a line, and returns what follows this word in the answer.
+    pub fn order(&mut self, line: &str, word: &str) -> String {
+        writeln!(self.0.get_mut(), "{line}").unwrap();
+        self.read_word(word)
+    }
+
+    /// Sends a line.
+    pub fn send(&mut self, line: &str) {
+        writeln!(self.0.get_mut(), "{line}").unwrap();
     }
 
     fn draw(&mut self) -> String {

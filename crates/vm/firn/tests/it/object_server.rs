@@ -6,7 +6,7 @@
 //!   DIR/.upload_id-UUID.part-N     a part of an upload that is not complete
 //! ```
 
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -15,6 +15,7 @@ use firn_cache::StoreEnvironment;
 use firn_lab::object_server::{OBJECT_KEY_ID, find_server, object_environment};
 
 use crate::session::{Answer, Session, eventually};
+use crate::store_proxy::StoreProxy;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -27,14 +28,27 @@ pub struct ObjectServer<'a> {
     port: u16,
     child: Option<Child>,
     has_keys: bool,
+    /// Its clients use this address.
+    front: SocketAddr,
+    /// The session token of its clients.
+    token: Option<String>,
 }
 
 impl<'a> ObjectServer<'a> {
     /// Starts a server with the empty bucket `vms`. `None`, and a note, if it is not installed.
     pub fn start(session: &'a Session) -> Option<Self> {
-        let dir = session.path("objects");
+        Self::start_at(session, session.path("objects"))
+    }
+
+    /// The same, with its objects in this directory.
+    pub fn start_at(session: &'a Session, dir: PathBuf) -> Option<Self> {
         std::fs::create_dir_all(dir.join("vms")).unwrap();
         Self::start_in(session, dir, true)
+    }
+
+    /// Has its clients connect to a proxy.
+    pub fn put_behind(&mut self, proxy: &StoreProxy) {
+        self.front = proxy.address();
     }
 
     /// Starts another server with the same objects, which anybody may read.
@@ -48,7 +62,8 @@ impl<'a> ObjectServer<'a> {
             return None;
         }
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let mut server = Self { session, dir, port, child: None, has_keys };
+        let front = ([127, 0, 0, 1], port).into();
+        let mut server = Self { session, dir, port, child: None, has_keys, front, token: None };
         server.restart();
         Some(server)
     }
@@ -101,14 +116,20 @@ impl<'a> ObjectServer<'a> {
 
     /// The variables of a process that uses it.
     pub fn environment(&self) -> StoreEnvironment {
-        object_environment(([127, 0, 0, 1], self.port).into()).into_iter().collect()
+        let token = self.token.iter().map(|token| ("AWS_SESSION_TOKEN".into(), token.clone()));
+        object_environment(self.front).into_iter().chain(token).collect()
+    }
+
+    /// Has its clients use credentials with this session token.
+    pub fn set_token(&mut self, token: &str) {
+        self.token = Some(token.to_owned());
     }
 
     fn with_credentials(&self, mut command: Command) -> Command {
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("AWS_")) {
             command.env_remove(name);
         }
-        command.envs(object_environment(([127, 0, 0, 1], self.port).into()));
+        command.envs(self.environment());
         command
     }
 

@@ -51,28 +51,28 @@ pub fn write_image(path: &Path, mib: u32, seed: u64, parent: Option<&Path>) {
     writer.finish(sections).unwrap();
 }
 
-fn session_with_image(mib: u32) -> Session {
+pub fn session_with_image(mib: u32) -> Session {
     let session = Session::new();
     write_image(&session.path("web.firn"), mib, 1, None);
     session
 }
 
 #[track_caller]
-fn is_same(a: &Path, b: &Path) {
+pub fn is_same(a: &Path, b: &Path) {
     assert!(fs::read(a).unwrap() == fs::read(b).unwrap(), "{} {}", a.display(), b.display());
 }
 
-fn push(server: &ObjectServer<'_>) -> Answer {
+pub fn push(server: &ObjectServer<'_>) -> Answer {
     server.firn(&["image", "push", "web.firn", WEB])
 }
 
-fn pull(server: &ObjectServer<'_>) -> Answer {
+pub fn pull(server: &ObjectServer<'_>) -> Answer {
     server.firn(&["image", "pull", WEB, "pulled.firn"])
 }
 
 /// A pull failed: nothing has the name of the image, and nothing else is left.
 #[track_caller]
-fn left_nothing(session: &Session) {
+pub fn left_nothing(session: &Session) {
     assert_eq!(session.files("pulled"), Vec::<String>::new());
     assert_eq!(session.files(".pulled"), Vec::<String>::new());
 }
@@ -215,6 +215,12 @@ fn killed_at_any_point_a_push_leaves_no_half_image() {
     assert_eq!(server.json(&["image", "push", "web.firn", WEB])["files"][0]["was_there"], true);
 }
 
+/// How often random tests of a push cut it off.
+pub fn push_kills() -> u32 {
+    let count = std::env::var("FIRN_RUNS").ok().and_then(|runs| runs.parse().ok());
+    count.unwrap_or(12).max(2)
+}
+
 /// SIGKILL at times that no fault point chooses.
 #[test]
 fn killed_at_random_times_a_push_leaves_no_half_image() {
@@ -223,10 +229,11 @@ fn killed_at_random_times_a_push_leaves_no_half_image() {
     let begun = Instant::now();
     push(&server).succeeds();
     let whole = begun.elapsed();
-    for step in 0..12u32 {
+    let count: u32 = push_kills();
+    for step in 0..count {
         server.firn(&["image", "rm", WEB]).succeeds();
         let mut child = server.command(&["image", "push", "web.firn", WEB]).spawn().unwrap();
-        std::thread::sleep(whole * step / 11);
+        std::thread::sleep(whole * step / (count - 1));
         let _ = child.kill();
         child.wait().unwrap();
         match server.list().as_slice() {

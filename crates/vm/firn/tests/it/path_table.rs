@@ -157,15 +157,19 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// A domain of libvirt has a name, and a URI names its daemon: the module `libvirt` tests both. The directory of
 /// manual pages is named by `make install`. A location in object storage is no path, and the file that an image is
 /// pulled to needs a server: the module `objects` has one. The shell alone reads a command for snapshots of disks: the
-/// module `storage_snapshots` tests it. The shell alone reads a command for keys, too, and a recipient of age is no
+/// module `storage_snapshots` tests it, and the module `hooks` the commands of hooks. The shell alone reads a command for keys, too, and a recipient of age is no
 /// path: `firn-keys` tests both.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 21] = [
+pub const NOT_OPENED: [&str; 25] = [
     "key_command",
     "checkpoint recipient",
     "suspend recipient",
     "fork recipient",
     "checkpoint disk_snapshot",
+    "checkpoint before",
+    "checkpoint after",
+    "restore guest_exec",
+    "restore after",
     "standby disks",
     "standby uplinks",
     "restore connect",

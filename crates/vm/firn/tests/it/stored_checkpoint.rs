@@ -14,18 +14,18 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const WEB: &str = "s3://vms/web.firn";
 
 /// The files that are about to be uploaded.
-fn spooled(session: &Session) -> Vec<PathBuf> {
+pub fn spooled(session: &Session) -> Vec<PathBuf> {
     let entries = |path: PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
     let directories = entries(session.state_dir().join("spool"));
     directories.flat_map(|it| entries(it.path())).map(|it| it.path()).collect()
 }
 
-fn has_spool_directory(session: &Session) -> bool {
+pub fn has_spool_directory(session: &Session) -> bool {
     fs::read_dir(session.state_dir().join("spool")).is_ok_and(|mut it| it.next().is_some())
 }
 
 /// A VM without disks that was restored with this fault in its supervisor.
-fn restored_with(vm: &Vm, fault: &str) {
+pub fn restored_with(vm: &Vm, fault: &str) {
     let mut command = vm.session.command(&["restore", "base.firn", "--mode", "eager", "--wait"]);
     Answer::of(command.env("FIRN_FAULT", fault).output().unwrap()).succeeds();
 }

@@ -266,7 +266,7 @@ fn credentials_are_needed_for_the_cache_too() {
 }
 
 /// A saved VM whose image is in the store.
-fn stored_vm() -> Option<Vm> {
+pub fn stored_vm() -> Option<Vm> {
     let vm = base();
     let server = ObjectServer::start(&vm.session)?;
     server.firn(&["image", "push", "base.firn", WEB]).succeeds();
@@ -275,7 +275,7 @@ fn stored_vm() -> Option<Vm> {
     Some(vm)
 }
 
-fn stop(vm: &Vm) {
+pub fn stop(vm: &Vm) {
     vm.session.firn(&["stop", "web", "--discard"]).succeeds();
 }
 
@@ -382,7 +382,7 @@ fn a_fill_from_the_store_waits_for_a_responsive_guest() {
 }
 
 /// Restores in the lazy mode, and does something when the guest is about to run.
-fn restore_and(vm: &Vm, server: &ObjectServer<'_>, then: impl FnOnce()) {
+pub fn restore_and(vm: &Vm, server: &ObjectServer<'_>, then: impl FnOnce()) {
     let begun = vm.session.path("begun");
     let mut command = server.command(&["restore", WEB, "--mode", "lazy"]);
     command.env("FIRN_FAULT", format!("restore.resumed=WAIT:{}", text(&begun)));
@@ -393,7 +393,7 @@ fn restore_and(vm: &Vm, server: &ObjectServer<'_>, then: impl FnOnce()) {
     Answer::of(restoring.wait_with_output().unwrap()).succeeds();
 }
 
-fn runs_again(vm: &Vm) {
+pub fn runs_again(vm: &Vm) {
     eventually("it runs", PATIENCE, || vm.session.status("web")["state"] != "waiting");
     vm.is_well();
     vm.session.firn(&["status", "web", "--watch"]).succeeds();

@@ -49,8 +49,15 @@ impl TinyGuest {
     /// Runs it as VM `web`, and waits until it listens. Other QEMUs of its command line take the
     /// name of its socket later, not its connection.
     pub fn run(session: &Session, more: &[&str]) -> Self {
+        let mut guest = Self::run_code(session, CODE, more);
+        guest.answers();
+        guest
+    }
+
+    /// The same with other code, which answers each byte.
+    pub fn run_code(session: &Session, code: &[u8], more: &[&str]) -> Self {
         let (disk, port) = (session.path("boot.raw"), session.path("serial"));
-        let mut sector = CODE.to_vec();
+        let mut sector = code.to_vec();
         sector.resize(510, 0);
         sector.extend([0x55, 0xaa]);
         sector.resize(1 << 20, 0);
@@ -63,9 +70,8 @@ impl TinyGuest {
             ["-serial", &serial, "-drive", &drive, "-device", "virtio-blk-pci,drive=boot"];
         let run = ["run", "web", "--quiet", "--"];
         session.firn(&[&run[..], &machine, &screen, &devices, more].concat()).succeeds();
-        let mut guest = Self(UnixStream::connect(&port).unwrap());
+        let guest = Self(UnixStream::connect(&port).unwrap());
         guest.0.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-        guest.answers();
         guest
     }
 

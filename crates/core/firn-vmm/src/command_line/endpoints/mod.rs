@@ -24,6 +24,8 @@ mod chardev;
 mod displays;
 mod network;
 
+pub use network::list_forwards;
+
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 //! the replacements.
 
 use super::{EndpointPaths, HostEndpoint, host_and_port};
-use crate::command_line::arguments::CommandArgument;
+use crate::command_line::arguments::{CommandArgument, split_words};
 use crate::command_line::error::CommandLineError;
 use crate::command_line::properties::OptionProperties;
 
@@ -44,6 +44,18 @@ fn netdev_endpoints(properties: &OptionProperties) -> Vec<HostEndpoint> {
     found.map(|(host, port)| HostEndpoint::tcp_port(&host, port)).into_iter().collect()
 }
 
+/// The rules by which ports of the host lead to the guest: `hostfwd` of user networking.
+pub fn list_forwards(command: &[String]) -> Vec<String> {
+    let arguments = split_words(command.get(1..).unwrap_or_default());
+    let is_card = |argument: &&CommandArgument| matches!(argument.name(), "netdev" | "nic" | "net");
+    let rules = arguments.iter().filter(is_card).filter_map(|argument| {
+        let properties = OptionProperties::parse_value(argument.value(), "type")?;
+        (properties.get("type").as_deref() == Some("user"))
+            .then(|| properties.list_values("hostfwd"))
+    });
+    rules.flatten().map(|rule| rule.to_string()).collect()
+}
+
 /// `[tcp|udp]:[HOST]:PORT-[GUEST]:PORT`
 fn forward_endpoint(rule: &str) -> Option<HostEndpoint> {
     let (protocol, rest) = rule.split_once(':')?;
@@ -68,4 +80,19 @@ fn address_endpoint(properties: &OptionProperties, of: &str, udp: bool) -> Vec<H
         _ => None,
     };
     end.into_iter().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forwarded_ports_are_those_of_user_networking() {
+        let line = "qemu -netdev user,id=n,hostfwd=tcp:127.0.1.3:2222-:22,hostfwd=udp::53-:53 -device e1000,netdev=n \
+                    -nic user,hostfwd=tcp::80-:80 -netdev tap,id=t -netdev user,id=m";
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let expected = ["tcp:127.0.1.3:2222-:22", "udp::53-:53", "tcp::80-:80"];
+        assert_eq!(list_forwards(&words), expected);
+        assert_eq!(list_forwards(&[]), Vec::<String>::new());
+    }
 }
