@@ -1,21 +1,27 @@
-//! Asynchronous userfaultfd(2) of this process: the kernel remembers writes and sends no message
-//! (`UFFD_FEATURE_WP_ASYNC`).
+//! Write protection of this process's own memory by userfaultfd(2), in two modes. *Asynchronous*:
+//! the kernel remembers a write and sends no message (`UFFD_FEATURE_WP_ASYNC`). *Synchronous*: the
+//! kernel sends a message, and the thread that writes waits until the page is writable, also inside
+//! of a system call.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use linux_raw_sys::general as raw;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use rustix::mm::UserfaultfdFlags;
 
 use crate::span::PageSpan;
 
-const FEATURES: u64 = (raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
+const FEATURES: u32 = raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
     | raw::UFFD_FEATURE_WP_HUGETLBFS_SHMEM
-    | raw::UFFD_FEATURE_WP_UNPOPULATED
-    | raw::UFFD_FEATURE_WP_ASYNC) as u64;
+    | raw::UFFD_FEATURE_WP_UNPOPULATED;
 const MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_WP: u64 = 1 << 0;
+/// Where a message has the address of the fault, and the thread. Its first byte is the event.
+const MESSAGE_BYTES: usize = 32;
+const ADDRESS_AT: usize = 16;
+const THREAD_AT: usize = 24;
 
 const fn opcode<T>(direction: Direction, number: u32) -> Opcode {
     ioctl::opcode::from_components(direction, raw::UFFDIO as u8, number as u8, size_of::<T>())
@@ -25,6 +31,7 @@ const API: Opcode = opcode::<raw::uffdio_api>(Direction::ReadWrite, raw::_UFFDIO
 const REGISTER: Opcode =
     opcode::<raw::uffdio_register>(Direction::ReadWrite, raw::_UFFDIO_REGISTER);
 const UNREGISTER: Opcode = opcode::<raw::uffdio_range>(Direction::Read, raw::_UFFDIO_UNREGISTER);
+const WAKE: Opcode = opcode::<raw::uffdio_range>(Direction::Read, raw::_UFFDIO_WAKE);
 const WRITEPROTECT: Opcode =
     opcode::<raw::uffdio_writeprotect>(Direction::ReadWrite, raw::_UFFDIO_WRITEPROTECT);
 
@@ -33,12 +40,14 @@ const _: () = {
     assert!(API == 0xc018_aa3f);
     assert!(REGISTER == 0xc020_aa00);
     assert!(UNREGISTER == 0x8010_aa01);
+    assert!(WAKE == 0x8010_aa02);
     assert!(WRITEPROTECT == 0xc018_aa06);
+    assert!(size_of::<raw::uffd_msg>() == MESSAGE_BYTES);
 };
 
 struct UffdCall<'a, T>(Opcode, &'a mut T);
 
-// SAFETY: only `AsyncUffd::call_ioctl` makes one, with the argument type that belongs to the number
+// SAFETY: only `Uffd::call_ioctl` makes one, with the argument type that belongs to the number
 // (each pair is in one method below); the argument is borrowed for longer than the call and may be
 // written.
 unsafe impl<T> Ioctl for UffdCall<'_, T> {
@@ -58,22 +67,40 @@ unsafe impl<T> Ioctl for UffdCall<'_, T> {
     }
 }
 
-/// Write protection under which the kernel permits writes and remembers them.
-#[derive(Debug)]
-pub(crate) struct AsyncUffd(OwnedFd);
+/// A thread that waits to write.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WaitingWriter {
+    pub(crate) address: usize,
+    /// Its number.
+    pub(crate) thread: u32,
+}
 
-impl AsyncUffd {
-    /// Makes a userfaultfd without privileges: faults inside of system calls need no handler here
-    /// either.
-    pub(crate) fn new() -> Result<Self, Errno> {
+/// A userfaultfd of this process.
+#[derive(Debug)]
+pub(crate) struct Uffd(OwnedFd);
+
+impl Uffd {
+    /// Opens one without privileges that lets every write go on, and remembers the page.
+    pub(crate) fn asynchronous() -> Result<Self, Errno> {
         let user_mode_only = UserfaultfdFlags::from_bits_retain(raw::UFFD_USER_MODE_ONLY);
-        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | user_mode_only;
+        Self::open(user_mode_only, FEATURES | raw::UFFD_FEATURE_WP_ASYNC)
+    }
+
+    /// Opens one whose messages another thread must read: writers wait for it, also those inside of
+    /// system calls. For that the kernel requires a privilege (`CAP_SYS_PTRACE`, or the setting
+    /// `vm.unprivileged_userfaultfd`).
+    pub(crate) fn synchronous() -> Result<Self, Errno> {
+        Self::open(UserfaultfdFlags::empty(), FEATURES | raw::UFFD_FEATURE_THREAD_ID)
+    }
+
+    fn open(flags: UserfaultfdFlags, features: u32) -> Result<Self, Errno> {
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | flags;
         // SAFETY: a userfaultfd changes an address space only through what is registered with it.
-        // `register_span` takes spans only, and a write to those never blocks, as the descriptor is
-        // asynchronous.
+        // `register_span` takes spans only. A write to those never blocks if the descriptor is
+        // asynchronous; otherwise it waits for the thread of `quiet_writes`, which touches no span.
         let uffd = Self(unsafe { rustix::mm::userfaultfd(flags) }?);
-        let api = u64::from(raw::UFFD_API);
-        uffd.call_ioctl(API, &mut raw::uffdio_api { api, features: FEATURES, ioctls: 0 })?;
+        let (api, features) = (u64::from(raw::UFFD_API), u64::from(features));
+        uffd.call_ioctl(API, &mut raw::uffdio_api { api, features, ioctls: 0 })?;
         Ok(uffd)
     }
 
@@ -94,10 +121,45 @@ impl AsyncUffd {
     }
 
     pub(crate) fn write_protect(&self, span: PageSpan) -> Result<(), Errno> {
-        let mut argument =
-            raw::uffdio_writeprotect { range: uffd_range(span), mode: WRITEPROTECT_WP };
+        self.set_protection(span, WRITEPROTECT_WP)
+    }
+
+    /// Makes a span writable, and wakes the threads that wait to write it.
+    pub(crate) fn permit_writes(&self, span: PageSpan) -> Result<(), Errno> {
+        self.set_protection(span, 0)
+    }
+
+    fn set_protection(&self, span: PageSpan, mode: u64) -> Result<(), Errno> {
+        let mut argument = raw::uffdio_writeprotect { range: uffd_range(span), mode };
         self.call_ioctl(WRITEPROTECT, &mut argument)
     }
+
+    /// Lets the threads that wait to write a span try again.
+    pub(crate) fn wake_writers(&self, span: PageSpan) -> Result<(), Errno> {
+        self.call_ioctl(WAKE, &mut uffd_range(span))
+    }
+
+    /// A thread that waits to write, if there is one. Allocates nothing, and locks nothing.
+    pub(crate) fn read_writer(&self) -> Option<WaitingWriter> {
+        let mut message = [0; MESSAGE_BYTES];
+        let read = rustix::io::read(&self.0, &mut message[..]);
+        let is_write = read == Ok(MESSAGE_BYTES) && message[0] == raw::UFFD_EVENT_PAGEFAULT as u8;
+        is_write.then(|| parse_message(&message)).flatten()
+    }
+
+    /// Waits until a thread waits to write. False once `stop` is readable.
+    pub(crate) fn wait_for_writer(&self, stop: BorrowedFd<'_>) -> bool {
+        let stop = PollFd::from_borrowed_fd(stop, PollFlags::IN);
+        let mut waiting = [PollFd::new(&self.0, PollFlags::IN), stop];
+        // If it is interrupted, nothing is ready.
+        poll(&mut waiting, None).is_err() || waiting[1].revents().is_empty()
+    }
+}
+
+fn parse_message(message: &[u8; MESSAGE_BYTES]) -> Option<WaitingWriter> {
+    let address = u64::from_ne_bytes(*message[ADDRESS_AT..].first_chunk()?) as usize;
+    let thread = u32::from_ne_bytes(*message[THREAD_AT..].first_chunk()?);
+    Some(WaitingWriter { address, thread })
 }
 
 fn uffd_range(span: PageSpan) -> raw::uffdio_range {

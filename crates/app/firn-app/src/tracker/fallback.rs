@@ -58,6 +58,10 @@ impl Tracker for FallbackTracker {
         self.pages.collect_writes(found)
     }
 
+    fn restriction(&self) -> Option<&str> {
+        self.assisted.restriction()
+    }
+
     fn counts(&self) -> TrackerCounts {
         self.assisted.counts()
     }
