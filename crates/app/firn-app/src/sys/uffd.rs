@@ -3,10 +3,9 @@
 //! kernel sends a message, and the thread that writes waits until the page is writable, also inside
 //! of a system call.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use linux_raw_sys::general as raw;
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use rustix::mm::UserfaultfdFlags;
@@ -94,7 +93,7 @@ impl Uffd {
     }
 
     fn open(flags: UserfaultfdFlags, features: u32) -> Result<Self, Errno> {
-        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | flags;
+        let flags = UserfaultfdFlags::CLOEXEC | flags;
         // SAFETY: a userfaultfd changes an address space only through what is registered with it.
         // `register_span` takes spans only. A write to those never blocks if the descriptor is
         // asynchronous; otherwise it waits for the thread of `quiet_writes`, which touches no span.
@@ -139,20 +138,13 @@ impl Uffd {
         self.call_ioctl(WAKE, &mut uffd_range(span))
     }
 
-    /// A thread that waits to write, if there is one. Allocates nothing, and locks nothing.
-    pub(crate) fn read_writer(&self) -> Option<WaitingWriter> {
+    /// Waits for a thread that waits to write. `None` if it was interrupted. Allocates nothing, and
+    /// locks nothing.
+    pub(crate) fn wait_for_writer(&self) -> Option<WaitingWriter> {
         let mut message = [0; MESSAGE_BYTES];
         let read = rustix::io::read(&self.0, &mut message[..]);
         let is_write = read == Ok(MESSAGE_BYTES) && message[0] == raw::UFFD_EVENT_PAGEFAULT as u8;
         is_write.then(|| parse_message(&message)).flatten()
-    }
-
-    /// Waits until a thread waits to write. False once `stop` is readable.
-    pub(crate) fn wait_for_writer(&self, stop: BorrowedFd<'_>) -> bool {
-        let stop = PollFd::from_borrowed_fd(stop, PollFlags::IN);
-        let mut waiting = [PollFd::new(&self.0, PollFlags::IN), stop];
-        // If it is interrupted, nothing is ready.
-        poll(&mut waiting, None).is_err() || waiting[1].revents().is_empty()
     }
 }
 

@@ -10,6 +10,8 @@
 //!
 //! A scan costs by the size of what it scans: large areas are scanned in parts ([`ProtectionLevels`]).
 
+use std::sync::Arc;
+
 use super::hot::PageHeat;
 use super::interface::{Tracker, TrackerCounts, WrittenRuns};
 use super::kind::TrackerKind;
@@ -17,6 +19,7 @@ use super::levels::ProtectionLevels;
 use super::parts::PartSettings;
 use super::whole::FullCompare;
 use crate::error::Error;
+use crate::memory::AreaMemory;
 use crate::span::{PAGE, PageSpan};
 use crate::sys::fork::OwnerProcess;
 use crate::sys::pagemap::SelfPagemap;
@@ -53,15 +56,12 @@ impl Tracker for AssistedTracker {
     }
 
     fn watch_span(&mut self, span: PageSpan) -> Result<(), Error> {
-        if self.levels.watch_span(span, self.heat.is_some()).is_err() {
-            // It may have been registered: then another tracker could not follow it.
-            self.levels.give_up(span);
-            let why = "userfaultfd cannot follow this memory, maybe because another one does: \
-                       use the tracker pt, or auto";
-            return Err(Error::Unavailable { kind: TrackerKind::Assisted, why: why.to_owned() });
-        }
-        self.full_compare.reset_after_growth();
-        Ok(())
+        self.watch_memory(span, false)
+    }
+
+    fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
+        let memory = Arc::new(AreaMemory::anonymous(bytes)?);
+        self.watch_memory(memory.span(), true).map(|()| memory)
     }
 
     fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
@@ -99,6 +99,18 @@ impl Tracker for AssistedTracker {
 }
 
 impl AssistedTracker {
+    fn watch_memory(&mut self, span: PageSpan, is_own: bool) -> Result<(), Error> {
+        if self.levels.watch_span(span, is_own, self.heat.is_some()).is_err() {
+            // It may have been registered: then another tracker could not follow it.
+            self.levels.give_up(span);
+            let why = "userfaultfd cannot follow this memory, maybe because another one does: \
+                       use the tracker pt, or auto";
+            return Err(Error::Unavailable { kind: TrackerKind::Assisted, why: why.to_owned() });
+        }
+        self.full_compare.reset_after_growth();
+        Ok(())
+    }
+
     /// Reports everything. If pages cannot be protected again it continues to compare everything.
     fn report_all(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         let spans = self.levels.spans().iter();

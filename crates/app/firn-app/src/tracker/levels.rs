@@ -9,8 +9,8 @@
 //! ```
 //!
 //! A scan skips what is synchronous. A part changes its level only in a commit, when no thread
-//! writes. The first and the last page of a span belong to no part: they may have data beside an
-//! area, which is written at any time.
+//! writes. The first and the last page of memory that the application has already belong to no part:
+//! they may have data beside an area, which is written at any time.
 //!
 //! A kernel that permits no program to let system calls wait has only the first level
 //! ([`ProtectionLevels::restriction`]).
@@ -40,6 +40,8 @@ pub(super) struct ProtectionLevels {
     parts: AreaParts,
     settings: PartSettings,
     spans: Vec<PageSpan>,
+    /// What the library allocated of them.
+    own: Vec<PageSpan>,
     /// Pages that nothing protects.
     unprotected: Vec<PageSpan>,
     owner: OwnerProcess,
@@ -60,6 +62,7 @@ impl ProtectionLevels {
             parts: AreaParts::new(settings),
             settings,
             spans: Vec::new(),
+            own: Vec::new(),
             unprotected: Vec::new(),
             owner,
         })
@@ -84,12 +87,21 @@ impl ProtectionLevels {
         self.quiet.as_ref().map_or(0, QuietWrites::waited)
     }
 
-    /// Begins to follow a span. `compares`: the session compares what is found.
-    pub(super) fn watch_span(&mut self, span: PageSpan, compares: bool) -> Result<(), Error> {
+    /// Begins to follow a span. `is_own`: the library allocated it. `compares`: the session compares
+    /// what is found.
+    pub(super) fn watch_span(
+        &mut self,
+        span: PageSpan,
+        is_own: bool,
+        compares: bool,
+    ) -> Result<(), Error> {
         self.wake_parts_of(span)?;
         self.protect_busy(span)?;
         // One scan for all areas that are side by side.
         span.add_to(&mut self.spans);
+        if is_own {
+            span.add_to(&mut self.own);
+        }
         self.parts.set_busy(self.parts_of(span));
         if self.page_count() > self.settings.scanned_max && self.restriction.is_none() {
             self.start_thread(compares);
@@ -112,6 +124,7 @@ impl ProtectionLevels {
         let unregistered = self.uffd.unregister_span(span);
         unregistered.map_err(Error::system("taking an area out of userfaultfd"))?;
         span.remove_from(&mut self.spans);
+        span.remove_from(&mut self.own);
         self.unprotected.retain(|page| !page.overlaps(span));
         for part in self.parts_of(span) {
             if self.pieces_of(part..part + 1).is_empty() {
@@ -169,9 +182,10 @@ impl ProtectionLevels {
         self.unprotected.push(page);
         let unregistered = match self.quiet_writes_of(page) {
             None => self.uffd.unregister_span(page),
-            Some(quiet) => quiet.release_span(page).inspect(|()| self.set_ahead()),
+            Some(quiet) => quiet.release_span(page),
         };
-        unregistered.map_err(Error::system("taking a page out of userfaultfd"))
+        unregistered.map_err(Error::system("taking a page out of userfaultfd"))?;
+        self.set_ahead()
     }
 
     /// The second level, if the page belongs to it.
@@ -191,16 +205,35 @@ impl ProtectionLevels {
         span.start() / self.part_bytes()..(span.end() - 1) / self.part_bytes() + 1
     }
 
-    /// What is followed of some parts, without the first and the last page of each span.
+    /// What is followed of some parts, without the pages that may have data beside an area.
     fn pieces_of(&self, parts: Range<usize>) -> Vec<PageSpan> {
         let (start, end) = (parts.start * self.part_bytes(), parts.end * self.part_bytes());
         let first = self.spans.partition_point(|span| span.end() <= start);
         let spans = self.spans[first..].iter().take_while(|span| span.start() < end);
         let pieces = spans.filter_map(|span| {
-            let inner = (span.start() + PAGE).max(start)..(span.end() - PAGE).min(end);
-            (inner.start < inner.end).then(|| PageSpan::covering_range(inner))
+            let inner = self.without_shared_pages(*span)?;
+            let range = inner.start().max(start)..inner.end().min(end);
+            (range.start < range.end).then(|| PageSpan::covering_range(range))
         });
         pieces.collect()
+    }
+
+    /// A span without its first and its last page, unless the library allocated them.
+    fn without_shared_pages(&self, span: PageSpan) -> Option<PageSpan> {
+        let is_own = |page: usize| {
+            let before = self.own[..self.own.partition_point(|own| own.start() <= page)].last();
+            before.is_some_and(|own| page < own.end())
+        };
+        let start = span.start() + if is_own(span.start()) { 0 } else { PAGE };
+        let end = span.end() - if is_own(span.end() - PAGE) { 0 } else { PAGE };
+        (start < end).then(|| PageSpan::covering_range(start..end))
+    }
+
+    /// Whether a commit has to scan a span.
+    fn has_busy_pages(&self, span: PageSpan) -> bool {
+        let parts = self.parts_of(span);
+        self.without_shared_pages(span) != Some(span)
+            || self.parts.quiet_among(parts.clone()) != [parts]
     }
 
     /// Makes the parts busy whose pieces change when a span is added or removed.
@@ -215,16 +248,13 @@ impl ProtectionLevels {
         self.pending = pending;
         taken?;
         parts.into_iter().try_for_each(|run| self.make_busy(run))?;
-        self.set_ahead();
-        Ok(())
+        self.set_ahead()
     }
 
-    fn set_ahead(&self) {
-        if let Some(quiet) = &self.quiet {
-            let pieces: Vec<_> =
-                self.parts.quiet_runs().flat_map(|run| self.pieces_of(run)).collect();
-            quiet.set_ahead(&pieces);
-        }
+    fn set_ahead(&self) -> Result<(), Error> {
+        let Some(quiet) = &self.quiet else { return Ok(()) };
+        let pieces: Vec<_> = self.parts.quiet_runs().flat_map(|run| self.pieces_of(run)).collect();
+        quiet.set_ahead(&pieces).map_err(Error::system("write-protecting a page"))
     }
 
     fn release_quiet(&self, parts: Range<usize>) -> Result<(), Error> {
@@ -262,8 +292,12 @@ impl ProtectionLevels {
 
     /// Adds what was written, and protects it again.
     pub(super) fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
-        for span in &self.spans {
-            let scanned = self.pagemap.scan_span(*span, ScanCriterion::WrittenAndRearm, found);
+        for number in 0..self.spans.len() {
+            let span = self.spans[number];
+            if !self.has_busy_pages(span) {
+                continue;
+            }
+            let scanned = self.pagemap.scan_span(span, ScanCriterion::WrittenAndRearm, found);
             scanned.map_err(Error::system("scanning for written pages"))?;
         }
         for &(start, len) in found.runs() {
@@ -334,8 +368,7 @@ impl ProtectionLevels {
         }
         moves.to_busy.into_iter().try_for_each(|run| self.make_busy(run))?;
         moves.to_quiet.into_iter().try_for_each(|run| self.make_quiet(run))?;
-        self.set_ahead();
-        Ok(())
+        self.set_ahead()
     }
 }
 
