@@ -3,9 +3,10 @@
 //! kernel sends a message, and the thread that writes waits until the page is writable, also inside
 //! of a system call.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 
 use linux_raw_sys::general as raw;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use rustix::mm::UserfaultfdFlags;
@@ -17,6 +18,8 @@ const FEATURES: u32 = raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
     | raw::UFFD_FEATURE_WP_UNPOPULATED;
 const MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_WP: u64 = 1 << 0;
+/// `USERFAULTFD_IOC_NEW`, of the device.
+const NEW_BY_DEVICE: u64 = 0xaa00;
 /// Where a message has the address of the fault, and the thread. Its first byte is the event.
 const MESSAGE_BYTES: usize = 32;
 const ADDRESS_AT: usize = 16;
@@ -86,10 +89,14 @@ impl Uffd {
     }
 
     /// Opens one whose messages another thread must read: writers wait for it, also those inside of
-    /// system calls. For that the kernel requires a privilege (`CAP_SYS_PTRACE`, or the setting
-    /// `vm.unprivileged_userfaultfd`).
+    /// system calls. For that the kernel requires a privilege (`CAP_SYS_PTRACE`, the setting
+    /// `vm.unprivileged_userfaultfd`, or access to `/dev/userfaultfd`).
     pub(crate) fn synchronous() -> Result<Self, Errno> {
-        Self::open(UserfaultfdFlags::empty(), FEATURES | raw::UFFD_FEATURE_THREAD_ID)
+        let features = FEATURES | raw::UFFD_FEATURE_THREAD_ID;
+        match Self::open(UserfaultfdFlags::empty(), features) {
+            Err(Errno::PERM) => Self::enable(open_by_device()?, features),
+            opened => opened,
+        }
     }
 
     fn open(flags: UserfaultfdFlags, features: u32) -> Result<Self, Errno> {
@@ -97,7 +104,12 @@ impl Uffd {
         // SAFETY: a userfaultfd changes an address space only through what is registered with it.
         // `register_span` takes spans only. A write to those never blocks if the descriptor is
         // asynchronous; otherwise it waits for the thread of `quiet_writes`, which touches no span.
-        let uffd = Self(unsafe { rustix::mm::userfaultfd(flags) }?);
+        let uffd = unsafe { rustix::mm::userfaultfd(flags) }?;
+        Self::enable(uffd, features)
+    }
+
+    fn enable(uffd: OwnedFd, features: u32) -> Result<Self, Errno> {
+        let uffd = Self(uffd);
         let (api, features) = (u64::from(raw::UFFD_API), u64::from(features));
         uffd.call_ioctl(API, &mut raw::uffdio_api { api, features, ioctls: 0 })?;
         Ok(uffd)
@@ -146,6 +158,17 @@ impl Uffd {
         let is_write = read == Ok(MESSAGE_BYTES) && message[0] == raw::UFFD_EVENT_PAGEFAULT as u8;
         is_write.then(|| parse_message(&message)).flatten()
     }
+}
+
+/// Opens a userfaultfd by the device that permits it without privileges (Linux 6.1).
+fn open_by_device() -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    let device =
+        rustix::fs::open("/dev/userfaultfd", flags, Mode::empty()).map_err(|_| Errno::PERM)?;
+    // SAFETY: the request takes the flags of the new descriptor by value, and returns it.
+    let new = unsafe { libc::ioctl(device.as_raw_fd(), NEW_BY_DEVICE, libc::O_CLOEXEC) };
+    // SAFETY: a descriptor that the kernel has just made, which no other code has.
+    if new < 0 { Err(Errno::PERM) } else { Ok(unsafe { OwnedFd::from_raw_fd(new) }) }
 }
 
 fn parse_message(message: &[u8; MESSAGE_BYTES]) -> Option<WaitingWriter> {

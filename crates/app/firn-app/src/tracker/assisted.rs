@@ -76,11 +76,14 @@ impl Tracker for AssistedTracker {
         if self.full_compare.is_comparing() {
             return self.report_all(found);
         }
-        self.levels.collect_writes(found)?;
+        self.levels.collect_busy(found)?;
+        // No page of a quiet part is written in most transactions: the part would be busy.
+        let scanned = found.runs().len();
+        self.levels.collect_quiet(found)?;
         let Some(mut heat) = self.heat.take() else { return self.levels.end_transaction() };
         let faults = found.runs().iter().map(|(_, bytes)| bytes / PAGE).sum();
         let hot = heat.hot_pages().count();
-        let followed = self.update_heat(&mut heat, found);
+        let followed = self.update_heat(&mut heat, scanned, found);
         self.heat = Some(heat);
         followed?;
         match self.full_compare.count_followed(faults, hot, self.levels.page_count()) {
@@ -129,11 +132,16 @@ impl AssistedTracker {
     }
 
     /// Reports hot pages, and decides which pages are hot. The pages found so far are those that
-    /// are not hot.
-    fn update_heat(&mut self, heat: &mut PageHeat, found: &mut WrittenRuns) -> Result<(), Error> {
+    /// are not hot; the first `scanned` runs are of busy parts.
+    fn update_heat(
+        &mut self,
+        heat: &mut PageHeat,
+        scanned: usize,
+        found: &mut WrittenRuns,
+    ) -> Result<(), Error> {
         // Pages that become hot now have been reported already.
         let hot = heat.hot_pages().count();
-        for &(start, len) in found.runs() {
+        for &(start, len) in &found.runs()[..scanned] {
             for page in (start..start + len).step_by(PAGE) {
                 if heat.record_write(page) {
                     self.levels.unprotect_page(PageSpan::covering_range(page..page + PAGE))?;

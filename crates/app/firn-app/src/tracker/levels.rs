@@ -12,7 +12,7 @@
 //! writes. The first and the last page of memory that the application has already belong to no part:
 //! they may have data beside an area, which is written at any time.
 //!
-//! A kernel that permits no program to let system calls wait has only the first level
+//! A process that may not let system calls wait has only the first level
 //! ([`ProtectionLevels::restriction`]).
 
 use std::ops::Range;
@@ -243,7 +243,7 @@ impl ProtectionLevels {
         if parts.is_empty() {
             return Ok(());
         }
-        let mut pending = std::mem::take(&mut self.pending);
+        let mut pending = WrittenRuns::default();
         let taken = self.collect_quiet(&mut pending);
         self.pending = pending;
         taken?;
@@ -290,8 +290,8 @@ impl ProtectionLevels {
         Ok(())
     }
 
-    /// Adds what was written, and protects it again.
-    pub(super) fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
+    /// Adds what was written of busy parts, and protects it again.
+    pub(super) fn collect_busy(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         for number in 0..self.spans.len() {
             let span = self.spans[number];
             if !self.has_busy_pages(span) {
@@ -305,12 +305,12 @@ impl ProtectionLevels {
                 self.parts.record_writes(part, 0);
             }
         }
-        found.append(&mut self.pending);
-        self.collect_quiet(found)
+        Ok(())
     }
 
     /// Adds what was written of quiet parts, and protects it again.
-    fn collect_quiet(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
+    pub(super) fn collect_quiet(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
+        found.append(&mut self.pending);
         let Some(quiet) = &self.quiet else { return Ok(()) };
         let QuietRuns::Runs(runs) = quiet.take_runs() else { return self.scan_quiet(found) };
         for run in runs {
@@ -374,8 +374,9 @@ impl ProtectionLevels {
 
 fn describe_restriction(error: &std::io::Error) -> String {
     format!(
-        "a commit takes 0.7 us for each MiB of the areas, because userfaultfd(2) does not let system calls wait \
-         ({error}): CAP_SYS_PTRACE or the setting vm.unprivileged_userfaultfd=1 permits it"
+        "a commit costs by the size of the areas, because userfaultfd(2) may not let system calls \
+         wait here ({error}): give the process CAP_SYS_PTRACE or access to /dev/userfaultfd, or set \
+         vm.unprivileged_userfaultfd=1"
     )
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -128,6 +128,47 @@ fn writes_of_all_threads_are_reported() {
         let words: BTreeSet<_> = words.collect();
         assert_eq!(words, expected, "round {round}");
     }
+}
+
+/// Memory that the application has. Another thread writes data beside the area all the time, also
+/// during commits: it never waits.
+#[test]
+fn data_beside_a_large_area_never_waits() {
+    const BESIDE: usize = 64;
+    let mut memory = vec![0_u8; LARGE];
+    let (start, is_over) = (memory.as_mut_ptr() as usize, AtomicUsize::new(0));
+    let mut session = Session::open(options().precision(Precision::Pages)).unwrap();
+    let (area, len) = (std::ptr::NonNull::new((start + BESIDE) as *mut u8), LARGE - 2 * BESIDE);
+    // SAFETY: the vector lives longer than the session; other threads write only beside the area.
+    unsafe { session.register("area", area.unwrap(), len) }.unwrap();
+    if let Some(why) = session.tracker_restriction() {
+        return firn_skip::skip_test(why);
+    }
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while is_over.load(Ordering::Relaxed) == 0 {
+                for at in [0, LARGE - 1] {
+                    // SAFETY: a byte of the vector beside the area.
+                    unsafe { AtomicU8::from_ptr((start + at) as *mut u8) }
+                        .fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        });
+        rest(&mut session);
+        let missed = (1..200_usize).filter(|round| {
+            let (waited, page) = (session.tracker_counts().waited, round * 80 * PAGE);
+            let transaction = session.begin().unwrap();
+            // SAFETY: a byte of the area.
+            unsafe { ((start + page) as *mut u8).write_volatile(1) };
+            transaction.commit().unwrap();
+            let at = page - BESIDE;
+            let is_found = changed(&session).iter().any(|(from, to)| (*from..*to).contains(&at));
+            !is_found || session.tracker_counts().waited != waited + 1
+        });
+        let missed: Vec<_> = missed.collect();
+        is_over.store(1, Ordering::Relaxed);
+        assert_eq!(missed, [0; 0]);
+    });
 }
 
 /// One area of a random test, and what it must contain.
