@@ -170,7 +170,7 @@ impl Drop for QuietWrites {
             return std::mem::forget(thread);
         }
         self.shared.session.stop().store(1, Ordering::SeqCst);
-        // If the kernel refuses, the thread waits for ever, and nobody for it.
+        // If the kernel refuses, the thread stays, and this one does not wait for it.
         if let (Ok(()), Some(thread)) = (self.wait_for_thread(), thread) {
             // It can't panic.
             let _ = thread.join();

@@ -82,7 +82,7 @@ pub(crate) struct WaitingWriter {
 pub(crate) struct Uffd(OwnedFd);
 
 impl Uffd {
-    /// Opens one without privileges that lets every write go on, and remembers the page.
+    /// Opens one without privileges that permits every write, and remembers the page.
     pub(crate) fn asynchronous() -> Result<Self, Errno> {
         let user_mode_only = UserfaultfdFlags::from_bits_retain(raw::UFFD_USER_MODE_ONLY);
         Self::open(user_mode_only, FEATURES | raw::UFFD_FEATURE_WP_ASYNC)

@@ -1,5 +1,5 @@
 //! Quiet parts of large areas: the first write of a page waits for a thread of the library, and
-//! nothing that is written gets lost, whoever writes it, and whatever ends meanwhile.
+//! nothing that is written gets lost, also if the session, the process or a child ends meanwhile.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -289,7 +289,7 @@ fn the_end_of_a_session_wakes_writers() {
     }
 }
 
-/// The child's writes are its own, and it waits for nobody.
+/// The child's writes are its own, and none of them waits.
 #[test]
 fn a_child_writes_quiet_parts() {
     let Some((mut session, area)) = resting(options()) else { return };
