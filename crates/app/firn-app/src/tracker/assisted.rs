@@ -86,7 +86,7 @@ impl Tracker for AssistedTracker {
         let followed = self.update_heat(&mut heat, scanned, found);
         self.heat = Some(heat);
         followed?;
-        match self.full_compare.count_followed(faults, hot, self.levels.page_count()) {
+        match self.full_compare.count_followed(faults, hot, self.levels.followed().page_count()) {
             true => self.unprotect_all(),
             false => self.levels.end_transaction(),
         }
@@ -116,7 +116,7 @@ impl AssistedTracker {
 
     /// Reports everything. If pages cannot be protected again it continues to compare everything.
     fn report_all(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
-        let spans = self.levels.spans().iter();
+        let spans = self.levels.followed().all().iter();
         spans.for_each(|span| found.push_run(span.start(), span.byte_count()));
         if self.full_compare.is_last() {
             self.levels.protect_all()?;

@@ -19,6 +19,7 @@ use std::ops::Range;
 
 use rustix::io::Errno;
 
+use super::followed::FollowedSpans;
 use super::interface::WrittenRuns;
 use super::parts::{AreaParts, PartMoves, PartSettings};
 use crate::error::Error;
@@ -39,9 +40,7 @@ pub(super) struct ProtectionLevels {
     restriction: Option<String>,
     parts: AreaParts,
     settings: PartSettings,
-    spans: Vec<PageSpan>,
-    /// What the library allocated of them.
-    own: Vec<PageSpan>,
+    followed: FollowedSpans,
     /// Pages that nothing protects.
     unprotected: Vec<PageSpan>,
     owner: OwnerProcess,
@@ -61,20 +60,14 @@ impl ProtectionLevels {
             restriction: None,
             parts: AreaParts::new(settings),
             settings,
-            spans: Vec::new(),
-            own: Vec::new(),
+            followed: FollowedSpans::new(settings.pages * PAGE),
             unprotected: Vec::new(),
             owner,
         })
     }
 
-    /// What is followed. Spans without a gap between them are one.
-    pub(super) fn spans(&self) -> &[PageSpan] {
-        &self.spans
-    }
-
-    pub(super) fn page_count(&self) -> usize {
-        self.spans.iter().map(|span| span.page_count()).sum()
+    pub(super) fn followed(&self) -> &FollowedSpans {
+        &self.followed
     }
 
     /// Why commits cost by the size of large areas.
@@ -97,13 +90,9 @@ impl ProtectionLevels {
     ) -> Result<(), Error> {
         self.wake_parts_of(span)?;
         self.protect_busy(span)?;
-        // One scan for all areas that are side by side.
-        span.add_to(&mut self.spans);
-        if is_own {
-            span.add_to(&mut self.own);
-        }
-        self.parts.set_busy(self.parts_of(span));
-        if self.page_count() > self.settings.scanned_max && self.restriction.is_none() {
+        self.followed.add_span(span, is_own);
+        self.parts.set_busy(self.followed.parts_of(span));
+        if self.followed.page_count() > self.settings.scanned_max && self.restriction.is_none() {
             self.start_thread(compares);
         }
         Ok(())
@@ -113,7 +102,7 @@ impl ProtectionLevels {
         if self.quiet.is_some() {
             return;
         }
-        match QuietWrites::start(self.owner, self.part_bytes(), compares) {
+        match QuietWrites::start(self.owner, self.settings.pages * PAGE, compares) {
             Ok(quiet) => self.quiet = Some(quiet),
             Err(error) => self.restriction = Some(describe_restriction(&error)),
         }
@@ -123,11 +112,10 @@ impl ProtectionLevels {
         self.wake_parts_of(span)?;
         let unregistered = self.uffd.unregister_span(span);
         unregistered.map_err(Error::system("taking an area out of userfaultfd"))?;
-        span.remove_from(&mut self.spans);
-        span.remove_from(&mut self.own);
+        self.followed.remove_span(span);
         self.unprotected.retain(|page| !page.overlaps(span));
-        for part in self.parts_of(span) {
-            if self.pieces_of(part..part + 1).is_empty() {
+        for part in self.followed.parts_of(span) {
+            if self.followed.pieces_of(part..part + 1).is_empty() {
                 self.parts.remove_parts(part..part + 1);
             }
         }
@@ -149,12 +137,12 @@ impl ProtectionLevels {
 
     /// Protects all pages, or none. All parts are busy afterwards.
     pub(super) fn protect_all(&self) -> Result<(), Error> {
-        self.spans.iter().try_for_each(|span| self.protect_busy(*span))
+        self.followed.all().iter().try_for_each(|span| self.protect_busy(*span))
     }
 
     pub(super) fn unprotect_all(&mut self) -> Result<(), Error> {
-        for span in self.spans.clone() {
-            let parts = self.parts_of(span);
+        for span in self.followed.all().to_vec() {
+            let parts = self.followed.parts_of(span);
             for part in self.parts.quiet_among(parts.clone()) {
                 self.release_quiet(part)?;
             }
@@ -191,54 +179,22 @@ impl ProtectionLevels {
     /// The second level, if the page belongs to it.
     fn quiet_writes_of(&self, page: PageSpan) -> Option<&QuietWrites> {
         let quiet = self.quiet.as_ref()?;
-        let part = page.start() / self.part_bytes();
-        let is_piece = || self.pieces_of(part..part + 1).iter().any(|piece| piece.overlaps(page));
+        let part = self.followed.part_of(page.start());
+        let is_piece =
+            || self.followed.pieces_of(part..part + 1).iter().any(|piece| piece.overlaps(page));
         (self.parts.is_quiet(part) && is_piece()).then_some(quiet)
-    }
-
-    fn part_bytes(&self) -> usize {
-        self.settings.pages * PAGE
-    }
-
-    /// The numbers of the parts that a span touches.
-    fn parts_of(&self, span: PageSpan) -> Range<usize> {
-        span.start() / self.part_bytes()..(span.end() - 1) / self.part_bytes() + 1
-    }
-
-    /// What is followed of some parts, without the pages that may have data beside an area.
-    fn pieces_of(&self, parts: Range<usize>) -> Vec<PageSpan> {
-        let (start, end) = (parts.start * self.part_bytes(), parts.end * self.part_bytes());
-        let first = self.spans.partition_point(|span| span.end() <= start);
-        let spans = self.spans[first..].iter().take_while(|span| span.start() < end);
-        let pieces = spans.filter_map(|span| {
-            let inner = self.without_shared_pages(*span)?;
-            let range = inner.start().max(start)..inner.end().min(end);
-            (range.start < range.end).then(|| PageSpan::covering_range(range))
-        });
-        pieces.collect()
-    }
-
-    /// A span without its first and its last page, unless the library allocated them.
-    fn without_shared_pages(&self, span: PageSpan) -> Option<PageSpan> {
-        let is_own = |page: usize| {
-            let before = self.own[..self.own.partition_point(|own| own.start() <= page)].last();
-            before.is_some_and(|own| page < own.end())
-        };
-        let start = span.start() + if is_own(span.start()) { 0 } else { PAGE };
-        let end = span.end() - if is_own(span.end() - PAGE) { 0 } else { PAGE };
-        (start < end).then(|| PageSpan::covering_range(start..end))
     }
 
     /// Whether a commit has to scan a span.
     fn has_busy_pages(&self, span: PageSpan) -> bool {
-        let parts = self.parts_of(span);
-        self.without_shared_pages(span) != Some(span)
+        let parts = self.followed.parts_of(span);
+        self.followed.without_shared_pages(span) != Some(span)
             || self.parts.quiet_among(parts.clone()) != [parts]
     }
 
     /// Makes the parts busy whose pieces change when a span is added or removed.
     fn wake_parts_of(&mut self, span: PageSpan) -> Result<(), Error> {
-        let touched = self.parts_of(span);
+        let touched = self.followed.parts_of(span);
         let parts = self.parts.quiet_among(touched.start.saturating_sub(1)..touched.end + 1);
         if parts.is_empty() {
             return Ok(());
@@ -253,20 +209,21 @@ impl ProtectionLevels {
 
     fn set_ahead(&self) -> Result<(), Error> {
         let Some(quiet) = &self.quiet else { return Ok(()) };
-        let pieces: Vec<_> = self.parts.quiet_runs().flat_map(|run| self.pieces_of(run)).collect();
+        let pieces: Vec<_> =
+            self.parts.quiet_runs().flat_map(|run| self.followed.pieces_of(run)).collect();
         quiet.set_ahead(&pieces).map_err(Error::system("write-protecting a page"))
     }
 
     fn release_quiet(&self, parts: Range<usize>) -> Result<(), Error> {
         let Some(quiet) = &self.quiet else { return Ok(()) };
-        let pieces = self.pieces_of(parts);
+        let pieces = self.followed.pieces_of(parts);
         let released = pieces.iter().try_for_each(|piece| quiet.release_span(*piece));
         released.map_err(Error::system("taking a part out of userfaultfd"))
     }
 
     fn make_busy(&mut self, parts: Range<usize>) -> Result<(), Error> {
         self.release_quiet(parts.clone())?;
-        for piece in self.pieces_of(parts.clone()) {
+        for piece in self.followed.pieces_of(parts.clone()) {
             let mut spans = piece.without_spans(&self.unprotected).into_iter();
             spans.try_for_each(|span| self.protect_busy(span))?;
         }
@@ -277,7 +234,7 @@ impl ProtectionLevels {
     /// Makes parts quiet. If the kernel refuses, they remain as they are, and so do all others.
     fn make_quiet(&mut self, parts: Range<usize>) -> Result<(), Error> {
         let Some(quiet) = &self.quiet else { return Ok(()) };
-        for piece in self.pieces_of(parts.clone()) {
+        for piece in self.followed.pieces_of(parts.clone()) {
             let released = self.uffd.unregister_span(piece);
             released.map_err(Error::system("taking a part out of userfaultfd"))?;
             let mut spans = piece.without_spans(&self.unprotected).into_iter();
@@ -292,8 +249,8 @@ impl ProtectionLevels {
 
     /// Adds what was written of busy parts, and protects it again.
     pub(super) fn collect_busy(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
-        for number in 0..self.spans.len() {
-            let span = self.spans[number];
+        for number in 0..self.followed.all().len() {
+            let span = self.followed.all()[number];
             if !self.has_busy_pages(span) {
                 continue;
             }
@@ -301,7 +258,7 @@ impl ProtectionLevels {
             scanned.map_err(Error::system("scanning for written pages"))?;
         }
         for &(start, len) in found.runs() {
-            for part in self.parts_of(PageSpan::covering_range(start..start + len)) {
+            for part in self.followed.parts_of(PageSpan::covering_range(start..start + len)) {
                 self.parts.record_writes(part, 0);
             }
         }
@@ -314,7 +271,7 @@ impl ProtectionLevels {
         let Some(quiet) = &self.quiet else { return Ok(()) };
         let QuietRuns::Runs(runs) = quiet.take_runs() else { return self.scan_quiet(found) };
         for run in runs {
-            let part = run.start() / self.part_bytes();
+            let part = self.followed.part_of(run.start());
             self.parts.record_writes(part, 1);
             found.push_run(run.start(), run.byte_count());
             if quiet.protect_again(run).is_ok() {
@@ -331,14 +288,19 @@ impl ProtectionLevels {
 
     /// What is protected of the quiet parts among some parts.
     fn protected_spans(&self, parts: Range<usize>) -> Vec<PageSpan> {
-        let pieces = self.parts.quiet_among(parts).into_iter().flat_map(|run| self.pieces_of(run));
+        let pieces =
+            self.parts.quiet_among(parts).into_iter().flat_map(|run| self.followed.pieces_of(run));
         pieces.flat_map(|piece| piece.without_spans(&self.unprotected)).collect()
     }
 
     /// The same if the log was full.
     fn scan_quiet(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         let Some(quiet) = &self.quiet else { return Ok(()) };
-        let spans = self.spans.iter().flat_map(|span| self.protected_spans(self.parts_of(*span)));
+        let spans = self
+            .followed
+            .all()
+            .iter()
+            .flat_map(|span| self.protected_spans(self.followed.parts_of(*span)));
         let spans: Vec<_> = spans.collect();
         let mut written = WrittenRuns::default();
         for span in spans {
@@ -350,7 +312,7 @@ impl ProtectionLevels {
         }
         for &(start, len) in written.runs() {
             for page in (start..start + len).step_by(PAGE) {
-                self.parts.record_writes(page / self.part_bytes(), 1);
+                self.parts.record_writes(self.followed.part_of(page), 1);
             }
         }
         found.append(&mut written);
@@ -361,7 +323,7 @@ impl ProtectionLevels {
     pub(super) fn end_transaction(&mut self) -> Result<(), Error> {
         let may_rest = self.quiet.is_some()
             && self.restriction.is_none()
-            && self.page_count() > self.settings.scanned_max;
+            && self.followed.page_count() > self.settings.scanned_max;
         let moves = self.parts.end_transaction(may_rest);
         if moves == PartMoves::default() {
             return Ok(());

@@ -19,6 +19,7 @@ mod auto;
 mod compare;
 mod emulate;
 mod fallback;
+mod followed;
 mod hot;
 pub(crate) mod interface;
 pub(crate) mod kind;
