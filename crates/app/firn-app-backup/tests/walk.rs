@@ -6,9 +6,15 @@
 //! its area are the commit's identity, its parent's identity, and bytes that follow from both. In
 //! one walk of four the area is so large that a transaction is several records.
 //!
-//! `FIRN_RUNS` sets the count of walks, `FIRN_SEED` the first one, `FIRN_OUTAGE_MS` the longest
-//! outage in which the application continues. With `FIRN_FSYNC` all logs are forced to disk at
-//! every commit.
+//! `FIRN_RUNS` sets the count of walks, `FIRN_SEED` the first one, `FIRN_SESSIONS` how many walks run
+//! at once. With `FIRN_FSYNC` all logs are forced to disk at every commit. `FIRN_OUTAGE_MS` is the
+//! longest outage in which the application continues. If it is a range, each kill and each cut is
+//! an outage of such a length. Outages are waiting, so a thousand of 1 to 60 s fit into half an
+//! hour:
+//!
+//! ```text
+//! FIRN_OUTAGE_MS=1000-60000 FIRN_RUNS=60 FIRN_SESSIONS=60 cargo test --profile tests -p firn-app-backup --test walk -- --nocapture
+//! ```
 
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests may fail so")]
@@ -20,6 +26,8 @@ use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_app::{
@@ -38,6 +46,15 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 fn number_from(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|number| number.parse().ok()).unwrap_or(default)
+}
+
+/// The length of outages in ms, and whether each kill and each cut is an outage.
+fn outage_range() -> (std::ops::Range<u64>, bool) {
+    let text = std::env::var("FIRN_OUTAGE_MS").unwrap_or_else(|_| "50".into());
+    match text.split_once('-') {
+        None => (0..text.parse().unwrap(), false),
+        Some((min, max)) => (min.parse().unwrap()..max.parse().unwrap(), true),
+    }
 }
 
 fn byte(identity: u64, at: usize) -> u8 {
@@ -254,10 +271,20 @@ impl Walk {
     }
 
     fn heal(&mut self) {
-        for backup in self.backups.iter_mut().filter(|backup| !backup.is_running()) {
-            backup.restart();
+        for which in 0..self.backups.len() {
+            if !self.backups[which].is_running() {
+                self.restart_backup(which);
+            }
         }
         self.links.iter().for_each(|link| link.set(LinkState::Whole));
+    }
+
+    /// Starts a backup at a new address: another process may have the former one by now.
+    fn restart_backup(&mut self, which: usize) {
+        let backup = &mut self.backups[which];
+        backup.address = "127.0.0.1:0".into();
+        backup.restart();
+        self.links[which].lead_to(&backup.address);
     }
 
     fn start_application(&mut self) {
@@ -300,10 +327,13 @@ impl Walk {
         let action = self.draw.below(16);
         let which = self.draw.below(2) as usize;
         write!(self.trace, " {action}/{which}").unwrap();
-        self.kills += u64::from(matches!(action, 0..=4 | 7..=8 | 13..=15));
+        let is_kill = matches!(action, 0..=4 | 7..=8 | 13..=15);
+        self.kills += u64::from(is_kill);
+        let (_, is_outage) = outage_range();
         match action {
+            0..=4 | 15 if is_outage => self.commit_in_outage(which),
             0 => self.backups[which].kill(),
-            1 | 2 => self.backups[which].restart(),
+            1 | 2 => self.restart_backup(which),
             3 => self.links[which].set(LinkState::Cut),
             4 => self.links[which].set(LinkState::Stalled),
             5 | 6 => self.links[which].set(LinkState::Whole),
@@ -325,6 +355,11 @@ impl Walk {
                 }
             }
         }
+        match action {
+            7 | 8 if is_outage => std::thread::sleep(self.draw_outage()),
+            13 | 14 if is_outage => self.commit_until_mended(which),
+            _ => {}
+        }
     }
 
     /// Something breaks within a commit.
@@ -336,22 +371,31 @@ impl Walk {
         self.await_reply(identity);
     }
 
+    fn draw_outage(&mut self) -> Duration {
+        let (range, _) = outage_range();
+        Duration::from_millis(range.start + self.draw.below(range.end - range.start))
+    }
+
     /// Commits for a while without a backup or its link, which then returns.
     fn commit_in_outage(&mut self, which: usize) {
-        let outage = Duration::from_millis(self.draw.below(number_from("FIRN_OUTAGE_MS", 50)));
         match self.draw.below(3) {
             0 => self.backups[which].kill(),
             1 => self.links[which].set(LinkState::Cut),
             _ => self.links[which].set(LinkState::Stalled),
         }
+        self.commit_until_mended(which);
+    }
+
+    fn commit_until_mended(&mut self, which: usize) {
+        let outage = self.draw_outage();
         let since = Instant::now();
         while since.elapsed() < outage {
             self.commit();
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep((outage / 50).max(Duration::from_millis(10)));
         }
         match self.backups[which].is_running() {
             true => self.links[which].set(LinkState::Whole),
-            false => self.backups[which].restart(),
+            false => self.restart_backup(which),
         }
     }
 
@@ -393,17 +437,31 @@ impl Walk {
 #[test]
 fn nothing_acknowledged_is_lost() {
     let first = number_from("FIRN_SEED", 3);
-    let mut sums = [0; 3];
-    for seed in first..first + number_from("FIRN_RUNS", 2) {
-        let dir = tempfile::tempdir().unwrap();
-        let mut walk = Walk::new(dir.path(), seed);
-        for _ in 0..STEPS {
-            walk.step();
+    let end = first + number_from("FIRN_RUNS", 2);
+    let (next, sums) = (AtomicU64::new(first), Mutex::new([0; 3]));
+    let run_walks = || {
+        while let Some(seed) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|it| *it < end) {
+            let counts = run_walk(seed);
+            let mut sums = sums.lock().unwrap();
+            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+            println!("seed {seed}: {sums:?}");
         }
-        let counts = walk.finish();
-        sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
-    }
-    let [acknowledged, failed, kills] = sums;
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..number_from("FIRN_SESSIONS", 1) {
+            scope.spawn(run_walks);
+        }
+    });
+    let [acknowledged, failed, kills] = sums.into_inner().unwrap();
     println!("{kills} kills and outages: {acknowledged} commits acknowledged, {failed} not");
     assert!(acknowledged > 10, "{acknowledged}");
+}
+
+fn run_walk(seed: u64) -> [u64; 3] {
+    let dir = tempfile::tempdir().unwrap();
+    let mut walk = Walk::new(dir.path(), seed);
+    for _ in 0..STEPS {
+        walk.step();
+    }
+    walk.finish()
 }

@@ -106,7 +106,7 @@ impl Installed {
         let start = page.find("#include <firnapp.h>\n#include <stdio.h>").unwrap();
         let example = page[start..].split(".fi\n").next().unwrap().replace("\\e", "\\");
         let lines = example.lines().count();
-        assert!(lines <= 35, "{lines} lines");
+        assert!(lines <= 30, "{lines} lines");
         let [source, program] = ["starts.c", "starts"].map(|name| self.dir.path().join(name));
         std::fs::write(&source, example).unwrap();
         let flags = Command::new("pkg-config")

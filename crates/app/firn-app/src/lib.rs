@@ -66,4 +66,6 @@ pub use memory::AreaMemory;
 pub use options::{MemorySource, Precision, SessionOptions};
 pub use session::{Area, Session, Transaction};
 pub use span::{PAGE, PageSpan};
+#[doc(hidden)]
+pub use tracker::open_with_small_parts;
 pub use tracker::{Tracker, TrackerCounts, TrackerKind, UnknownTracker, WrittenRuns};

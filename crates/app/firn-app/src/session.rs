@@ -198,6 +198,11 @@ impl Session {
         self.tracker.counts()
     }
 
+    /// What the tracker cannot do on this machine: why, and what would permit it.
+    pub fn tracker_restriction(&self) -> Option<&str> {
+        self.tracker.restriction()
+    }
+
     /// The number of the last committed transaction; 0 before the first.
     pub fn sequence(&self) -> u64 {
         self.sequence

@@ -52,6 +52,12 @@ impl PageSpan {
         self.start < other.end && other.start < self.end
     }
 
+    /// The pages that both have.
+    pub(crate) fn common_pages(self, other: Self) -> Option<Self> {
+        let common = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
+        self.overlaps(other).then_some(common)
+    }
+
     /// The span without the pages that are `taken`.
     pub(crate) fn without_spans(self, taken: &[Self]) -> Vec<Self> {
         let cut = |pieces: Vec<Self>, hole: &Self| {
@@ -115,5 +121,7 @@ mod tests {
         let left = pages(0..10).without_spans(&[pages(2..3), pages(5..20)]);
         assert_eq!(left, [pages(0..2), pages(3..5)]);
         assert_eq!(pages(3..4).without_spans(&[pages(0..9)]), []);
+        assert_eq!(pages(3..8).common_pages(pages(5..9)), Some(pages(5..8)));
+        assert_eq!(pages(3..5).common_pages(pages(5..9)), None);
     }
 }

@@ -5,6 +5,8 @@ pub(crate) mod fork;
 pub(crate) mod mapping;
 pub(crate) mod pagemap;
 pub(crate) mod perform;
+mod processor;
+pub(crate) mod quiet_writes;
 pub(crate) mod region;
 pub(crate) mod uffd;
 pub(crate) mod write_log;

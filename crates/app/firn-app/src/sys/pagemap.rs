@@ -17,6 +17,9 @@ use crate::tracker::interface::WrittenRuns;
 pub(crate) enum ScanCriterion {
     /// Written since the last write protection. The scan write-protects these pages again.
     WrittenAndRearm,
+    /// Written since the last write protection. Also of spans with synchronous protection, and
+    /// changes nothing.
+    Written,
     /// A private copy of a page of a file.
     Copied,
 }
@@ -64,6 +67,10 @@ impl<'a> SelfScan<'a> {
             // not registered.
             ScanCriterion::WrittenAndRearm => {
                 argument.flags = u64::from(raw::PM_SCAN_WP_MATCHING);
+                argument.category_mask = u64::from(raw::PAGE_IS_WRITTEN);
+                argument.return_mask = u64::from(raw::PAGE_IS_WRITTEN);
+            }
+            ScanCriterion::Written => {
                 argument.category_mask = u64::from(raw::PAGE_IS_WRITTEN);
                 argument.return_mask = u64::from(raw::PAGE_IS_WRITTEN);
             }

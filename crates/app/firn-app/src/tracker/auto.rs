@@ -7,6 +7,7 @@ use super::fallback::FallbackTracker;
 use super::interface::{Tracker, WrittenRuns};
 use super::kind::TrackerKind;
 use super::open::open_tracker;
+use super::parts::PartSettings;
 use crate::error::Error;
 use crate::options::MemorySource;
 use crate::span::PAGE;
@@ -31,7 +32,9 @@ pub(crate) fn choose_tracker(source: MemorySource) -> Result<Box<dyn Tracker>, E
     // PT works on every kernel.
     let kind = timed.min_by_key(|(time, _)| *time).map_or(TrackerKind::Pages, |(_, kind)| kind);
     match kind {
-        TrackerKind::Assisted => Ok(Box::new(FallbackTracker::new(AssistedTracker::open()?))),
+        TrackerKind::Assisted => {
+            Ok(Box::new(FallbackTracker::new(AssistedTracker::open(PartSettings::default())?)))
+        }
         kind => open_tracker(kind),
     }
 }

@@ -4,11 +4,14 @@
 //! No area changes from one to the other while transactions run: with PT, a system call that writes
 //! to the area (`read(2)` of a request into a cache, for example) fails with EFAULT.
 
+use std::sync::Arc;
+
 use super::assisted::AssistedTracker;
 use super::interface::{Tracker, TrackerCounts, WrittenRuns};
 use super::kind::TrackerKind;
 use super::pages::PageTracker;
 use crate::error::Error;
+use crate::memory::AreaMemory;
 use crate::span::PageSpan;
 
 /// See the module documentation.
@@ -41,6 +44,10 @@ impl Tracker for FallbackTracker {
         }
     }
 
+    fn allocate_memory(&mut self, bytes: usize) -> Result<Arc<AreaMemory>, Error> {
+        self.assisted.allocate_memory(bytes)
+    }
+
     fn forget_span(&mut self, span: PageSpan) -> Result<(), Error> {
         self.pages.forget_span(span)?;
         self.assisted.forget_span(span)
@@ -56,6 +63,10 @@ impl Tracker for FallbackTracker {
     fn collect_writes(&mut self, found: &mut WrittenRuns) -> Result<(), Error> {
         self.assisted.collect_writes(found)?;
         self.pages.collect_writes(found)
+    }
+
+    fn restriction(&self) -> Option<&str> {
+        self.assisted.restriction()
     }
 
     fn counts(&self) -> TrackerCounts {

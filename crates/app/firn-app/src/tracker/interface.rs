@@ -27,6 +27,11 @@ impl WrittenRuns {
         self.runs.clear();
     }
 
+    /// Moves the runs of another list here.
+    pub(crate) fn append(&mut self, other: &mut Self) {
+        self.runs.append(&mut other.runs);
+    }
+
     pub(crate) fn runs(&self) -> &[(usize, usize)] {
         &self.runs
     }
@@ -59,6 +64,8 @@ pub struct TrackerCounts {
     pub blind: u64,
     /// Commits for which the host was called, though stores are recorded from below.
     pub called: u64,
+    /// Writes that waited for a thread of the library, in large areas of which little is written.
+    pub waited: u64,
 }
 
 /// A method to find what was written.
@@ -120,6 +127,11 @@ pub trait Tracker: Send {
     /// If writes would not be found any more.
     fn check_working(&self) -> Result<(), Error> {
         Ok(())
+    }
+
+    /// What the tracker cannot do here, why, and what would permit it.
+    fn restriction(&self) -> Option<&str> {
+        None
     }
 
     /// The counts of events so far.

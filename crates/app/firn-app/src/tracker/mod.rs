@@ -4,7 +4,7 @@
 //! |---|---|---|---|---|
 //! | [`TrackerKind::Pages`] (PT) | a signal, `mprotect` | `mprotect` | pages | any |
 //! | [`TrackerKind::Emulate`] (Emul) | each write: a signal | nothing | words | allocated |
-//! | [`TrackerKind::Assisted`] (PT by the kernel) | a fault inside the kernel | one scan | pages | any |
+//! | [`TrackerKind::Assisted`] (PT by the kernel) | a fault inside the kernel, or a wait for a thread | one scan of busy parts | pages | any |
 //! | [`TrackerKind::Scan`] | a fault inside the kernel, and maybe a copy | one scan | pages | any, or allocated |
 //! | [`TrackerKind::Compare`] | nothing | reading everything | words | any |
 //! | [`TrackerKind::Host`] | a fault on the host | one call to Firn | pages | any |
@@ -19,11 +19,14 @@ mod auto;
 mod compare;
 mod emulate;
 mod fallback;
+mod followed;
 mod hot;
 pub(crate) mod interface;
 pub(crate) mod kind;
+mod levels;
 mod open;
 mod pages;
+mod parts;
 mod scan;
 mod whole;
 
@@ -31,3 +34,4 @@ pub(crate) use auto::choose_tracker;
 pub use interface::{Tracker, TrackerCounts, WrittenRuns};
 pub use kind::{TrackerKind, UnknownTracker};
 pub(crate) use open::open_tracker;
+pub use open::open_with_small_parts;

@@ -7,6 +7,8 @@ mod fork;
 #[cfg(test)]
 mod log;
 #[cfg(test)]
+mod quiet;
+#[cfg(test)]
 mod session;
 #[cfg(test)]
 mod size;

@@ -1,6 +1,8 @@
 //! Every tracker gives the committed images that a plain copy of the program gives.
 
-use firn_app::{Error, MemorySource, Precision, Session, SessionOptions, TrackerKind};
+use firn_app::{
+    Error, MemorySource, Precision, Session, SessionOptions, TrackerKind, open_with_small_parts,
+};
 use firn_programs::{SessionVariant, TestExtent, run_all};
 
 /// Where randomness starts; another run may choose another start.
@@ -47,6 +49,22 @@ fn emulate() {
 #[test]
 fn assisted() {
     all_programs(TrackerKind::Assisted);
+}
+
+/// The same, but most of the memory is in quiet parts.
+#[test]
+fn assisted_in_small_parts() {
+    let open = |options| Session::open_with(options, open_with_small_parts().unwrap()).unwrap();
+    let options = || SessionOptions::new("test").source(MemorySource::Allocated);
+    let words = || open(options());
+    let pages = || open(options().precision(Precision::Pages));
+    let without = || open(options().undo(false).precision(Precision::Pages));
+    let variants = [
+        SessionVariant { can_abort: true, open: &words },
+        SessionVariant { can_abort: true, open: &pages },
+        SessionVariant { can_abort: false, open: &without },
+    ];
+    run_all(&variants, TestExtent::new(seed()));
 }
 
 #[test]
