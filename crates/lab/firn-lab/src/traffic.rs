@@ -29,8 +29,8 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(15);
 /// Maximum number of simultaneous attempts: more than a few stall in QEMU's user networking.
 const PROBES_MAX: usize = 8;
 
-/// The share of the keys that is the hot set, and that of the requests for it.
-const HOT_KEYS: f64 = 0.001;
+/// The number of keys in the hot set, and the share of the requests for it.
+const HOT_KEYS: usize = 100;
 const HOT_REQUESTS: f64 = 0.99;
 
 /// How often each key is requested.
@@ -38,18 +38,18 @@ const HOT_REQUESTS: f64 = 0.99;
 pub enum KeyPopularity {
     /// By Zipf's law.
     Zipf,
-    /// One key of a thousand with 99 % of the requests, all others alike.
+    /// A hundred keys with 99 % of the requests, all others alike.
     HotSet,
 }
 
 impl KeyPopularity {
     /// The weight of a rank below `count`.
     fn weight(self, rank: usize, count: usize) -> f64 {
-        let hot = ((count as f64 * HOT_KEYS) as usize).clamp(1, count.max(1));
+        let hot = HOT_KEYS.min(count);
         match self {
             Self::Zipf => ((rank + 1) as f64).powf(-EXPONENT),
             Self::HotSet if rank < hot => HOT_REQUESTS / hot as f64,
-            Self::HotSet => (1.0 - HOT_REQUESTS) / (count - hot) as f64,
+            Self::HotSet => (1.0 - HOT_REQUESTS) / (count - hot).max(1) as f64,
         }
     }
 }
@@ -207,8 +207,8 @@ mod tests {
         let ranks: Vec<usize> =
             PopularRanks::new(KeyPopularity::HotSet, 10_000, 7).take(100_000).collect();
         let share = |below| ranks.iter().filter(|&&rank| rank < below).count() as f64 / 1e5;
-        assert!((0.085..0.115).contains(&share(1)), "{}", share(1));
-        assert!((0.985..0.995).contains(&share(10)), "{}", share(10));
+        assert!((0.008..0.012).contains(&share(1)), "{}", share(1));
+        assert!((0.985..0.995).contains(&share(100)), "{}", share(100));
         assert!(ranks.iter().any(|&rank| rank > 9000) && ranks.iter().all(|&rank| rank < 10_000));
         assert_eq!(PopularRanks::new(KeyPopularity::HotSet, 1, 7).next(), Some(0));
     }

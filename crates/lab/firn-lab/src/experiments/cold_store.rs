@@ -4,7 +4,7 @@
 //! Reproduces no figure of a paper; it asks how much of a local restore's speed is left where the
 //! image is in a store.
 //!
-//! **What varies**: which keys the client requests (`hot`: a hot set, one key of a thousand, with 99 % of the
+//! **What varies**: which keys the client requests (`hot`: a hot set, a hundred keys of 400,000, with 99 % of the
 //! requests; `zipf`: by Zipf's law, so that most of the memory is used within seconds), the round
 //! trip to the store (0, 5 and 20 ms added), and the system: `lazy` (`firn
 //! restore s3://...` with an empty cache), `pull` (`firn image pull`, then the restore of a file that is
@@ -146,7 +146,8 @@ fn restore_first(
 ) -> Result<()> {
     let client = guest.start_client(lab.extent.seed + 199);
     let event = client.now();
-    lab.firn().restore_and_learn(&saved.file, VM, &[], throttle)?;
+    let fill = ["--fill", "when-responsive"];
+    lab.firn().restore_and_learn(&saved.file, VM, &fill, throttle)?;
     wait_for_recovery(&client, event, saved.steady, &mut || ());
     std::thread::sleep(LEARNING_TIME);
     lab.firn().stop(VM);
