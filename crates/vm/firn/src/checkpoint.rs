@@ -297,7 +297,13 @@ impl ImageArgs {
             }
             None => (absolute_path(&self.output)?, None),
         };
-        Ok(SaveRequest { image, choices, keys, store, cancel_with_client: false })
+        Ok(SaveRequest {
+            image,
+            choices,
+            keys,
+            store: store.map(Box::new),
+            cancel_with_client: false,
+        })
     }
 
     fn check_file_output(&self) -> Result<(), Failure> {

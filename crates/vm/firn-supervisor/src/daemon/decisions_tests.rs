@@ -56,7 +56,7 @@ fn a_request_for_an_image_in_a_store_has_an_object() {
         assert!(core.is_idle());
         let location = "s3://vms/web.firn".to_owned();
         let store = StoreTarget { location, credentials: StoreCredentials::from_env() };
-        let stored = SaveRequest { store: Some(store), ..request(false) };
+        let stored = SaveRequest { store: Some(Box::new(store)), ..request(false) };
         let begun = core.handle_event(SupervisorEvent::Request(A, make(stored.clone())));
         assert_eq!(begun, [SupervisorAction::BeginSave { request: stored, then_stop: ends }]);
     }

@@ -222,7 +222,7 @@ pub struct SaveRequest {
     pub keys: Vec<ImageKey>,
     /// The object that the file becomes; then the file is removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub store: Option<StoreTarget>,
+    pub store: Option<Box<StoreTarget>>,
     /// Abort when the client disconnects.
     #[serde(default)]
     pub cancel_with_client: bool,
@@ -688,7 +688,7 @@ mod tests {
         sealed.choices.seal = Some(seal);
         let location = "s3://vms/web.firn".to_owned();
         let target = StoreTarget { location, credentials: StoreCredentials::from_env() };
-        let stored = SaveRequest { store: Some(target), ..save.clone() };
+        let stored = SaveRequest { store: Some(Box::new(target)), ..save.clone() };
         let both = SaveRequest { choices: sealed.choices.clone(), ..stored.clone() };
         for make in [SupervisorRequest::for_checkpoint, SupervisorRequest::for_suspend] {
             let clear = encode_message(&make(save.clone()));
