@@ -59,7 +59,7 @@ fn a_full_store_is_an_error_and_no_vm_ends() {
     eprintln!("{}{}", saved.err, suspended.err);
     vm.is_well();
     assert!(!server.object("web.firn").exists());
-    assert_eq!(spooled(&vm.session), std::slice::from_ref(&image));
+    assert_eq!(spooled(&vm.session), std::slice::from_ref(image));
     // With room, the same commands succeed.
     mount.resize(1024);
     server.firn(&["image", "push", text(image), WEB]).succeeds();
