@@ -6,10 +6,10 @@ use std::time::Duration;
 use firn_cache::StoreEnvironment;
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::http::{HttpBuilder, HttpStore};
-use object_store::{Certificate, ClientOptions, RetryConfig};
+use object_store::{Certificate, ClientOptions};
 
 use crate::connector::CreateOnlyConnector;
-use crate::storage::PutRule;
+use crate::storage::{PutRule, RequestLimits, retry_config};
 
 /// One of these shows where credentials come from.
 const CREDENTIALS: [&str; 5] = [
@@ -25,7 +25,7 @@ pub(crate) fn open_s3(
     bucket: &str,
     rule: PutRule,
     environment: &StoreEnvironment,
-    retry: RetryConfig,
+    limits: RequestLimits,
 ) -> Result<AmazonS3, String> {
     install_crypto();
     let endpoint = find_endpoint(environment);
@@ -39,8 +39,8 @@ pub(crate) fn open_s3(
         .with_unsigned_payload(false)
         // Each store has the request that deletes one object, not each the one that deletes several.
         .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true")
-        .with_retry(retry)
-        .with_client_options(client_options(environment)?.with_allow_http(is_plain));
+        .with_retry(retry_config(limits))
+        .with_client_options(client_options(environment, limits)?.with_allow_http(is_plain));
     if rule == PutRule::Create {
         builder = builder.with_http_connector(CreateOnlyConnector);
     }
@@ -62,14 +62,14 @@ pub(crate) fn open_web(
     host: &str,
     has_tls: bool,
     environment: &StoreEnvironment,
-    retry: RetryConfig,
+    limits: RequestLimits,
 ) -> Result<HttpStore, String> {
     install_crypto();
     let scheme = if has_tls { "https" } else { "http" };
     HttpBuilder::new()
         .with_url(format!("{scheme}://{host}"))
-        .with_retry(retry)
-        .with_client_options(client_options(environment)?.with_allow_http(!has_tls))
+        .with_retry(retry_config(limits))
+        .with_client_options(client_options(environment, limits)?.with_allow_http(!has_tls))
         .build()
         .map_err(|error| error.to_string())
 }
@@ -82,10 +82,13 @@ pub(crate) fn find_endpoint(environment: &StoreEnvironment) -> Option<String> {
         .or_else(|| value("AWS_ENDPOINT"))
 }
 
-fn client_options(environment: &StoreEnvironment) -> Result<ClientOptions, String> {
+fn client_options(
+    environment: &StoreEnvironment,
+    limits: RequestLimits,
+) -> Result<ClientOptions, String> {
     let options = ClientOptions::new()
         .with_connect_timeout(Duration::from_secs(5))
-        .with_timeout(Duration::from_secs(120));
+        .with_timeout(limits.attempt_max);
     let Some(bundle) = environment.get("AWS_CA_BUNDLE").filter(|it| !it.is_empty()) else {
         return Ok(options);
     };

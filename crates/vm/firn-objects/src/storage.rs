@@ -62,11 +62,21 @@ impl ObjectFacts {
     }
 }
 
-/// How long a request of a command is repeated.
-const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long requests may take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestLimits {
+    /// How long a request that failed is repeated.
+    pub(crate) repeated_for: Duration,
+    /// The maximum time of one attempt.
+    pub(crate) attempt_max: Duration,
+}
+
+/// Those of a command.
+const COMMAND_LIMITS: RequestLimits =
+    RequestLimits { repeated_for: Duration::from_secs(30), attempt_max: Duration::from_secs(120) };
 
 /// How often, and for how long, a request is repeated.
-pub(crate) fn retry_config(retry_timeout: Duration) -> RetryConfig {
+pub(crate) fn retry_config(limits: RequestLimits) -> RetryConfig {
     RetryConfig {
         backoff: BackoffConfig {
             init_backoff: Duration::from_millis(200),
@@ -75,7 +85,7 @@ pub(crate) fn retry_config(retry_timeout: Duration) -> RetryConfig {
         },
         // The time is the bound.
         max_retries: 100,
-        retry_timeout,
+        retry_timeout: limits.repeated_for,
     }
 }
 
@@ -95,15 +105,15 @@ impl ObjectStorage {
             .enable_all()
             .build()
             .map_err(|error| failed(error.to_string()))?;
-        let (environment, retry) = (store_environment(), retry_config(RETRY_TIMEOUT));
+        let (environment, limits) = (store_environment(), COMMAND_LIMITS);
         match at.scheme {
             StoreScheme::S3 => {
-                let store = open::open_s3(&at.container, rule, &environment, retry);
+                let store = open::open_s3(&at.container, rule, &environment, limits);
                 let store = Arc::new(store.map_err(failed)?);
                 Ok(Self { runtime, uploads: Some(Arc::clone(&store)), store })
             }
             StoreScheme::Web { has_tls } => {
-                let store = open::open_web(&at.container, has_tls, &environment, retry);
+                let store = open::open_web(&at.container, has_tls, &environment, limits);
                 let store = store.map_err(failed)?;
                 Ok(Self { runtime, uploads: None, store: Arc::new(store) })
             }

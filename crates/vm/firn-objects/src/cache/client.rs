@@ -11,10 +11,12 @@ use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt
 use crate::error::StoreError;
 use crate::open;
 use crate::reply::request_error;
-use crate::storage::{PutRule, path_of, retry_config};
+use crate::storage::{PutRule, RequestLimits, path_of};
 
-/// How long a request is repeated. What needs the bytes then reports an outage, and tries again.
-const RETRY_TIMEOUT: Duration = Duration::from_secs(4);
+/// What needs the bytes reports an outage after that time, and tries again. A store that accepts a request and does
+/// not answer is an outage as well: 4 MiB in this time are 140 kB/s.
+const READ_LIMITS: RequestLimits =
+    RequestLimits { repeated_for: Duration::from_secs(4), attempt_max: Duration::from_secs(30) };
 
 /// A client of a store.
 pub(crate) type StoreClient = Arc<dyn ObjectStore>;
@@ -25,14 +27,14 @@ pub(crate) fn open_store(
     environment: &StoreEnvironment,
 ) -> Result<StoreClient, StoreError> {
     let failed = |problem| StoreError::Configuration { location: at.clone(), problem };
-    let retry = retry_config(RETRY_TIMEOUT);
+    let limits = READ_LIMITS;
     match at.scheme {
         StoreScheme::S3 => {
-            let store = open::open_s3(&at.container, PutRule::Create, environment, retry);
+            let store = open::open_s3(&at.container, PutRule::Create, environment, limits);
             Ok(Arc::new(store.map_err(failed)?))
         }
         StoreScheme::Web { has_tls } => {
-            let store = open::open_web(&at.container, has_tls, environment, retry);
+            let store = open::open_web(&at.container, has_tls, environment, limits);
             Ok(Arc::new(store.map_err(failed)?))
         }
     }

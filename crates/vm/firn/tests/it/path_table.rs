@@ -160,7 +160,7 @@ pub const ARGUMENTS: &[PathArgument] = &[
 /// module `storage_snapshots` tests it, and the module `hooks` the commands of hooks. The shell alone reads a command for keys, too, and a recipient of age is no
 /// path: `firn-keys` tests both.
 #[allow(dead_code, reason = "shared with a unit test")]
-pub const NOT_OPENED: [&str; 25] = [
+pub const NOT_OPENED: [&str; 24] = [
     "key_command",
     "checkpoint recipient",
     "suspend recipient",
@@ -168,7 +168,6 @@ pub const NOT_OPENED: [&str; 25] = [
     "checkpoint disk_snapshot",
     "checkpoint before",
     "checkpoint after",
-    "restore guest_exec",
     "restore after",
     "standby disks",
     "standby uplinks",
