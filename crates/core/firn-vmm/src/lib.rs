@@ -9,6 +9,7 @@
 //!   pause_pipe     the shortest pause in which devices are saved
 //!   open_watch     reports when QEMU opens the pipe that blocks it
 //!   disks          the files of the VM's disks, and whether they are still the same
+//!   connection_probe  has a guest find out which of its connections have ended
 //!   devices        the devices that a user added, at the start or later
 //!   drives         the disks that the guest writes to, and how their contents are preserved
 //!   storage_snapshot  snapshots of disks that their storage makes, by a command of the user's
@@ -30,6 +31,7 @@
 mod backup;
 pub mod command_line;
 mod commit;
+mod connection_probe;
 mod device_state;
 mod devices;
 mod disks;
@@ -66,7 +68,7 @@ pub use drives::{
 };
 pub use filters::FilterSide;
 pub use guest_agent::{GuestAgent, GuestAgentError, GuestProgramEnd};
-pub use hmp::ConnectedCard;
+pub use hmp::{ConnectedCard, UserConnection};
 pub use launch::{LaunchError, LaunchedProcess, find_program, launch_hypervisor, read_log_tail};
 pub use layout::{AuxRam, LayoutError, MemoryLayout, RegionMapping};
 pub use mirror::{MirrorExtent, MirrorProgress, MirrorState, mirror_name};

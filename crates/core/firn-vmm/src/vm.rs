@@ -1,6 +1,6 @@
 //! Control of one VM over its monitor.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
@@ -12,12 +12,13 @@ use serde_json::Value;
 
 use crate::backup::{self, CopyError, DriveCopy};
 use crate::commit::{self, BlockCommit, JobState};
+use crate::connection_probe::probe_connections;
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::devices::{self, DevicePath};
 use crate::disks::{self, DiskImage, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::filters::{self, FilterSide};
-use crate::hmp::{self, ConnectedCard};
+use crate::hmp::{self, ConnectedCard, UserConnection};
 use crate::layout::{self, LayoutError, MemoryLayout};
 use crate::mirror::{self, MirrorExtent, MirrorState};
 use crate::namespace_threads::translate_threads;
@@ -25,6 +26,9 @@ use crate::pause_pipe::{PausePipe, PausedVm, WaitMode};
 use crate::qmp::{QmpClient, QmpError};
 use crate::restorable::{self, MachineFacts};
 use crate::version::QemuVersion;
+
+/// The maximum number of lost connections that a guest is shown.
+const PROBES_MAX: usize = 4096;
 
 /// The default timeout of a monitor command. `stop` waits for disks to be flushed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
@@ -181,6 +185,25 @@ impl QemuVm {
     /// The network cards that are connected to a back end.
     pub fn connected_cards(&mut self) -> Result<Vec<ConnectedCard>, QmpError> {
         Ok(hmp::parse_connected_cards(&self.qmp.execute_hmp("info network")?))
+    }
+
+    /// The TCP connections that the guest has made by QEMU's user networking.
+    pub fn user_connections(&mut self) -> Result<Vec<UserConnection>, QmpError> {
+        Ok(hmp::parse_user_connections(&self.qmp.execute_hmp("info usernet")?))
+    }
+
+    /// Has the guest find out which of these connections have ended. Those of cards that the VM does
+    /// not have are left out, and those beyond the first 4096.
+    pub fn probe_connections(&mut self, connections: &[UserConnection]) -> Result<(), QmpError> {
+        let mut by_card: BTreeMap<&str, Vec<&UserConnection>> = BTreeMap::new();
+        for connection in connections.iter().take(PROBES_MAX) {
+            by_card.entry(&connection.netdev).or_default().push(connection);
+        }
+        for (netdev, connections) in by_card {
+            let Some(card) = self.mac_address(netdev)? else { continue };
+            probe_connections(&mut self.qmp, (netdev, card), &connections)?;
+        }
+        Ok(())
     }
 
     /// Hands over the socket at which QEMU listens for a filter that is added later.

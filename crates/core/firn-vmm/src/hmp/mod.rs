@@ -13,6 +13,7 @@ mod network_backends;
 mod network_cards;
 mod ramblock;
 mod registers;
+mod user_connections;
 
 pub use hva::parse_hva;
 pub use mtree::{FlatRange, FlatView, RangeKind, parse_mtree};
@@ -21,6 +22,7 @@ pub use network_backends::parse_backends;
 pub use network_cards::{ConnectedCard, parse_connected_cards};
 pub use ramblock::{RamBlock, parse_ramblock};
 pub use registers::{VcpuRegisters, parse_registers};
+pub use user_connections::{UserConnection, parse_user_connections};
 
 /// Parses a hexadecimal number with or without `0x`.
 fn parse_hex(text: &str) -> Option<u64> {

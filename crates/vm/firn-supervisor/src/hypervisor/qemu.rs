@@ -190,6 +190,7 @@ pub(crate) fn describe_hypervisor(
         name: name.to_owned(),
         created: unix_seconds(),
         frozen: false,
+        connections: Vec::new(),
         firn: env!("CARGO_PKG_VERSION").to_owned(),
         machine: vm.machine_type().while_doing(QUERYING)?,
         qemu: QemuFacts {

@@ -488,16 +488,24 @@ impl RestoreRun<'_> {
     }
 
     fn start_vcpus(&self, vm: &mut QemuVm) -> Result<(), Failure> {
-        match must_stay_paused(&self.meta, self.wanted) {
-            true => Ok(()),
-            false => match &self.child.domain {
-                Some(domain) => restored_domain::resume_domain(&domain.address),
-                None => {
-                    vm.cont().while_doing("starting the vCPUs")?;
-                    self.repair_guest();
-                    Ok(())
-                }
-            },
+        if must_stay_paused(&self.meta, self.wanted) {
+            return Ok(());
+        }
+        match &self.child.domain {
+            Some(domain) => restored_domain::resume_domain(&domain.address)?,
+            None => {
+                vm.cont().while_doing("starting the vCPUs")?;
+                self.repair_guest();
+            }
+        }
+        self.probe_connections(vm);
+        Ok(())
+    }
+
+    /// Has the guest find out which connections it has lost. They end later if this fails.
+    fn probe_connections(&self, vm: &mut QemuVm) {
+        if let Err(error) = vm.probe_connections(&self.meta.connections) {
+            tracing::warn!("the guest's connections to the outside were not ended: {error}");
         }
     }
 

@@ -824,8 +824,15 @@ impl SaveRun<'_> {
         let mut disks = vm.disks().while_doing("querying the VM's disks")?;
         disks.retain(|disk| !cutting.covers_disk(disk));
         let firn = env!("CARGO_PKG_VERSION").to_owned();
-        let mut meta =
-            ImageMeta { created: unix_seconds(), firn, disks, drives: Vec::new(), ..meta };
+        let connections = vm.user_connections().while_doing("querying the guest's connections")?;
+        let mut meta = ImageMeta {
+            created: unix_seconds(),
+            firn,
+            disks,
+            drives: Vec::new(),
+            connections,
+            ..meta
+        };
         firn_fault::pass_point("save.disks");
         let journal = &self.operations.journal;
         cutting.prepare_files(vm, journal)?;

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use firn_vmm::{DiskImage, FileIdentity};
+use firn_vmm::{DiskImage, FileIdentity, UserConnection};
 use serde::{Deserialize, Serialize};
 
 use crate::records::cpu::CpuFacts;
@@ -70,6 +70,10 @@ pub struct ImageMeta {
     /// The guest's file systems were frozen at the cut: each restore has to thaw them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub frozen: bool,
+    /// The TCP connections that the guest had by QEMU's user networking shortly before the cut, which
+    /// no restored VM has.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub connections: Vec<UserConnection>,
     /// The host's processor, if the guest sees it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<CpuFacts>,

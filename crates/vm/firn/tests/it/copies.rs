@@ -5,6 +5,8 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use serde_json::json;
+
 use crate::identity::RandomGuest;
 use crate::session::{Session, eventually};
 
@@ -126,12 +128,13 @@ fn a_real_guest_is_frozen_and_thawed() {
     eventually("the journal has that", PATIENCE, || session.status("web").get("frozen").is_none());
 }
 
-/// The back end `user` of QEMU does not know a connection of before. It resets the connection as soon as the guest
-/// sends something.
+/// The back end `user` of QEMU does not know a connection of before. The guest finds that out, though its program
+/// only waits for what the peer sends.
 #[test]
-fn a_connection_of_before_is_reset_when_the_copy_uses_it() {
+fn a_connection_of_before_ends_in_a_copy_that_only_waits() {
     let session = Session::new();
-    RandomGuest::run_with(&session, &CARD);
+    let monitor = ["-qmp", "unix:monitor,server=on,wait=off"];
+    RandomGuest::run_with(&session, &[&CARD[..], &monitor].concat());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let mut guest = RandomGuest::connect(&session);
@@ -144,13 +147,24 @@ fn a_connection_of_before_is_reset_when_the_copy_uses_it() {
     guest.read_word("connected");
     guest.send("send");
     assert_eq!(guest.read_word("sen"), "t", "the connection works");
+    // The VM that was saved keeps it.
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+    assert_eq!(guest.order("state", "state "), "open");
+    let listed = session.json(&["image", "inspect", "web.firn"]);
+    let peer = format!("10.0.2.2:{port}");
+    assert_eq!(listed["meta"]["connections"][0]["peer"], peer, "{listed}");
     drop(guest);
-    save_and_stop(&session);
+    session.firn(&["stop", "web"]).succeeds();
     session.firn(&["restore", "web.firn"]).succeeds();
     let mut copy = RandomGuest::connect(&session);
     let begun = Instant::now();
-    copy.send("send");
-    // Half a second after the line was sent.
-    copy.read_word("closed");
-    eprintln!("reset within {:?}", begun.elapsed());
+    eventually("the connection has ended", PATIENCE, || copy.order("state", "state ") == "closed");
+    eprintln!("ended within {:?}", begun.elapsed());
+    // Nothing of Firn's stays in the VM.
+    let mut qemu = firn_vmm::QemuVm::connect(&session.path("monitor")).unwrap();
+    let objects = qemu.qmp().execute("qom-list", json!({ "path": "/objects" })).unwrap();
+    let devices = qemu.qmp().execute("query-chardev", json!({})).unwrap();
+    for found in [objects, devices].map(|it| it.to_string()) {
+        assert!(!found.contains("firn-probe"), "{found}");
+    }
 }
