@@ -51,6 +51,12 @@ pub(crate) enum ReadKind {
 /// What a fetch has led to.
 #[derive(Clone, Debug)]
 pub(crate) enum FetchOutcome {
+    /// The bytes are here. The file may not have them yet.
+    Arrived {
+        /// Where the bytes begin in the object.
+        start: u64,
+        bytes: Bytes,
+    },
     /// The file has the units.
     InFile,
     /// There is no room on the disk.
@@ -60,6 +66,13 @@ pub(crate) enum FetchOutcome {
         bytes: Bytes,
     },
     Failed(Arc<StoreError>),
+}
+
+impl FetchOutcome {
+    /// Whether this is all that a read of this kind waits for: a prefetch is for the file.
+    fn is_enough(&self, kind: ReadKind) -> bool {
+        kind != ReadKind::Prefetch || !matches!(self, Self::Arrived { .. })
+    }
 }
 
 type FetchTicket = watch::Receiver<Option<FetchOutcome>>;
@@ -160,10 +173,15 @@ impl CachedObject {
         let has_waited = !tickets.is_empty();
         let mut in_memory = Vec::new();
         for mut ticket in tickets {
-            let outcome = ticket.wait_for(Option::is_some).await.map(|outcome| outcome.clone());
+            let is_enough =
+                |it: &Option<FetchOutcome>| it.as_ref().is_some_and(|it| it.is_enough(kind));
+            let outcome = ticket.wait_for(is_enough).await.map(|outcome| outcome.clone());
             match outcome.ok().flatten() {
                 Some(FetchOutcome::InFile) => {}
-                Some(FetchOutcome::InMemory { start, bytes }) => in_memory.push((start, bytes)),
+                Some(
+                    FetchOutcome::Arrived { start, bytes }
+                    | FetchOutcome::InMemory { start, bytes },
+                ) => in_memory.push((start, bytes)),
                 Some(FetchOutcome::Failed(error)) => return Err(error),
                 None => return Err(Arc::new(self.interrupted())),
             }
@@ -240,6 +258,11 @@ impl CachedObject {
             Ok(bytes) => {
                 self.room.count_fetched(bytes.len() as u64);
                 let (this, start, copy) = (Arc::clone(&self), range.start, bytes.clone());
+                // A guest waits: the disk of the cache may be slower than the store.
+                if kind == ReadKind::Demand {
+                    let arrived = FetchOutcome::Arrived { start, bytes: bytes.clone() };
+                    let _ = sender.send(Some(arrived));
+                }
                 let stored =
                     tokio::task::spawn_blocking(move || this.store_bytes(&copy, start)).await;
                 match stored {
