@@ -18,6 +18,7 @@
 //! terms stay.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use firn_types::Block;
 use serde::{Deserialize, Serialize};
@@ -34,6 +35,9 @@ const FIRST_TERM_SPREAD: u8 = 4;
 
 /// Maximum number of restores for which a block is expected.
 const TERM_MAX: u8 = 64;
+
+/// Page faults are recorded for this long after the guest began to run.
+pub const LEARNING_WINDOW: Duration = Duration::from_secs(10);
 
 /// Maximum number of blocks that are remembered.
 pub const LEARNED_MAX: usize = 16_384;

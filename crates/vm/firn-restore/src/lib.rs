@@ -65,7 +65,7 @@ mod thread_group;
 pub use eager::fill_all;
 pub use error::RestoreError;
 pub use failures::MemoryOutage;
-pub use learned::{LEARNED_MAX, LearnedBlocks};
+pub use learned::{LEARNED_MAX, LEARNING_WINDOW, LearnedBlocks};
 pub use options::{
     BackgroundFill, BackgroundFillError, ModeError, ReadFailurePolicy, ReadFailurePolicyError,
     RestoreMode, RestoreOptions,

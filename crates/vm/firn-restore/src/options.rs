@@ -9,6 +9,7 @@ use firn_types::{Block, ThreadId, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::learned::LEARNING_WINDOW;
 use crate::server::{PageServerRules, expected_misses, is_working_set_complete};
 
 /// The order in which memory is restored.
@@ -78,14 +79,26 @@ pub enum BackgroundFill {
     /// Everything, once the guest is responsive, with half of the storage's time: where reads cost
     /// money, or a share of a link that others use.
     WhenResponsive,
+    /// As [`Self::WhenResponsive`], but not before [`LEARNING_WINDOW`] is over: what is loaded in the
+    /// background is not learned. For the first restore of an image that is restored often.
+    AfterLearning,
     /// Nothing: memory that the guest does not touch is never read, and the restore does not end by
     /// itself. For experiments; [`crate::RunningRestore::set_fill`] ends it.
     Off,
 }
 
 impl BackgroundFill {
-    const NAMES: [(Self, &'static str); 3] =
-        [(Self::AtOnce, "at-once"), (Self::WhenResponsive, "when-responsive"), (Self::Off, "off")];
+    const NAMES: [(Self, &'static str); 4] = [
+        (Self::AtOnce, "at-once"),
+        (Self::WhenResponsive, "when-responsive"),
+        (Self::AfterLearning, "after-learning"),
+        (Self::Off, "off"),
+    ];
+
+    /// Whether it waits for the guest.
+    pub(crate) fn is_late(self) -> bool {
+        matches!(self, Self::WhenResponsive | Self::AfterLearning)
+    }
 }
 
 impl fmt::Display for BackgroundFill {
@@ -97,7 +110,7 @@ impl fmt::Display for BackgroundFill {
 
 /// A word that is no [`BackgroundFill`] of a user's.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("{0:?} is neither at-once nor when-responsive")]
+#[error("{0:?} is neither at-once nor when-responsive nor after-learning")]
 pub struct BackgroundFillError(String);
 
 impl FromStr for BackgroundFill {
@@ -269,7 +282,11 @@ impl RestoreOptions {
             run_max: self.run_max(unit_bytes),
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
             fill: self.fill != BackgroundFill::Off,
-            is_fill_late: self.fill == BackgroundFill::WhenResponsive,
+            is_fill_late: self.fill.is_late(),
+            fill_delay: match self.fill {
+                BackgroundFill::AfterLearning => LEARNING_WINDOW,
+                _ => Duration::ZERO,
+            },
             account_use: self.account_use,
             unit_bytes,
             expected_misses: self.expected_misses(),
@@ -303,6 +320,7 @@ mod tests {
             assert_eq!(serde_json::to_value(fill).unwrap(), name);
         }
         assert_eq!("when-responsive".parse(), Ok(BackgroundFill::WhenResponsive));
+        assert_eq!("after-learning".parse(), Ok(BackgroundFill::AfterLearning));
         assert!("off".parse::<BackgroundFill>().is_err());
     }
 
@@ -317,6 +335,13 @@ mod tests {
         let rules = options.server_rules(65_536);
         assert!(rules.fill && rules.is_fill_late);
         assert!(!rules.may_read_all && !rules.is_adaptive && rules.known_latency.is_none());
+    }
+
+    #[test]
+    fn a_restore_that_learns_loads_nothing_else_meanwhile() {
+        let fill = BackgroundFill::AfterLearning;
+        let rules = RestoreOptions { fill, ..RestoreOptions::default() }.server_rules(65_536);
+        assert!(rules.fill && rules.is_fill_late && rules.fill_delay == LEARNING_WINDOW);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use firn_image::{BlockEntry, Image, LocalityBlockId};
 use firn_memory::template::{TemplateError, TemplateWriter};
 
 use crate::error::RestoreError;
-use crate::options::{BackgroundFill, RestoreMode, RestoreOptions};
+use crate::options::{RestoreMode, RestoreOptions};
 use crate::server::{CoalescingRules, order_requests};
 use crate::storage::UnitStorage;
 
@@ -66,7 +66,7 @@ impl TemplateFill {
         template: Arc<TemplateWriter>,
     ) -> Self {
         let storage = UnitStorage::new(Arc::clone(&image), RestoreMode::Locality);
-        let is_late = options.fill == BackgroundFill::WhenResponsive;
+        let is_late = options.fill.is_late();
         let (requests, expected) = list_requests(&image, &storage, options, is_late);
         let late_at = is_late.then(|| Instant::now() + LATE_FILL_PAUSE);
         let (next, must_end) = (Mutex::new(0), AtomicBool::new(false));

@@ -60,6 +60,11 @@ const FILLS: &[Choice] = &[
         "when the guest hardly waits for memory any more (TTR(1 s, 0.9)), or a minute after its start: \
          half of the time. Or at full speed when it has waited as long as that takes",
     ),
+    (
+        "after-learning",
+        "the same, ten seconds after its start at the earliest: what the guest uses until then is remembered \
+         beside the image, and loaded first by later restores",
+    ),
 ];
 
 const OUTAGES: &[Choice] = &[

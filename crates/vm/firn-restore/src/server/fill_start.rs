@@ -16,7 +16,8 @@
 //! responsive needs memory that no prefetch brings, and how much of it is not known. So once the
 //! guest has waited for as long as a fill would take that uses all of the link, such a fill begins:
 //! at most twice the time of the better choice (the rent-or-buy problem). In any case a fill begins
-//! after a minute. Once it has begun, it stays so.
+//! after a minute. Once it has begun, it stays so. A restore that is to learn what the guest needs
+//! delays all of that.
 
 use std::time::Duration;
 
@@ -51,6 +52,8 @@ pub(super) enum FillStartDecision {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FillStart {
     begun: Option<FillShare>,
+    /// How long the fill waits at least after it has asked first.
+    delay: Duration,
     /// How long the guest has waited, in all.
     waited_in_all: Duration,
     /// When the fill asked first.
@@ -64,6 +67,11 @@ pub(super) struct FillStart {
 }
 
 impl FillStart {
+    /// A fill that waits for at least this long.
+    pub(super) fn with_delay(delay: Duration) -> Self {
+        Self { delay, ..Self::default() }
+    }
+
     /// The guest waited for a read from storage.
     pub(super) fn record_demand_read(&mut self, began: Duration, ended: Duration) {
         if self.begun == Some(FillShare::Whole) {
@@ -90,13 +98,16 @@ impl FillStart {
         fill_time: Duration,
         now: Duration,
     ) -> FillStartDecision {
+        let asked = *self.asked.get_or_insert(now);
+        if now < asked + self.delay {
+            return FillStartDecision::At(asked + self.delay);
+        }
         if self.waited_in_all >= fill_time {
             self.begun = Some(FillShare::Whole);
         }
         if let Some(share) = self.begun {
             return FillStartDecision::Begun(share);
         }
-        let asked = *self.asked.get_or_insert(now);
         self.drop_old_parts(now);
         let waited: Duration = self.waited.iter().sum();
         let is_responsive = now >= asked + WINDOW && !is_guest_waiting && waited <= WAITED_MAX;
@@ -220,6 +231,17 @@ mod tests {
         assert_eq!(start.check_start(true, 500 * MS, 524 * MS), whole);
         // Less is left later, and it stays so.
         assert_eq!(start.check_start(false, LONG, 9000 * MS), whole);
+    }
+
+    #[test]
+    fn a_fill_with_a_delay_does_not_begin_before() {
+        let mut start = FillStart::with_delay(10 * WINDOW);
+        assert_eq!(start.check_start(false, MS, MS), FillStartDecision::At(10 * WINDOW + MS));
+        // Even if the guest has waited for longer than the fill takes.
+        start.record_demand_read(MS, 500 * MS);
+        assert!(waits(start.check_start(false, MS, 9 * WINDOW)));
+        let whole = FillStartDecision::Begun(FillShare::Whole);
+        assert_eq!(start.check_start(false, MS, 10 * WINDOW + MS), whole);
     }
 
     #[test]

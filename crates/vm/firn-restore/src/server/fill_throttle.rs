@@ -22,6 +22,11 @@
 //! In the first seconds of a restore the guest waits for its working set, and the fill reads as little
 //! as it can: how soon the guest responds matters more there than when its last page is in memory.
 //!
+//! A fill that begins when the guest is responsive (see [`super::fill_start`]) leaves all of the link to
+//! it for longer after each demand read, also for one that waited for the fill: the next page that a
+//! program needs, it needs as soon as it has this one. If each of five such reads waits for a read of
+//! the fill, the guest does not respond for a quarter of a second.
+//!
 //! While demand reads come, a background read is short, so that they wait for little; on storage of
 //! high latency it is long all the same, because there the access is what it costs.
 
@@ -41,6 +46,8 @@ pub struct PageServerRules {
     /// Whether the background fill waits until the guest is responsive, and leaves half of the
     /// storage's time to others from then on.
     pub is_fill_late: bool,
+    /// How long such a fill waits at least.
+    pub fill_delay: Duration,
     /// Maximum number of bytes of a unit.
     pub unit_bytes: u32,
     /// How many units the guest is expected to request beside the prefetched ones.
@@ -75,6 +82,7 @@ impl Default for PageServerRules {
             held_max: 256,
             fill: true,
             is_fill_late: false,
+            fill_delay: Duration::ZERO,
             unit_bytes: 64 << 10,
             expected_misses: 400,
             known_latency: None,
@@ -101,6 +109,9 @@ pub(super) const REST_MAX: Duration = Duration::from_millis(200);
 /// For how long after its first demand read a guest waits for its working set: so long the fill may
 /// rest for [`REST_MAX`] after each read.
 const WORKING_SET_TIME: Duration = Duration::from_secs(5);
+/// How long a fill that waited for a responsive guest leaves the link to it after each demand read, at
+/// most. Such a guest needs few more pages, one after the other, as a program needs them.
+const LATE_REST: Duration = Duration::from_millis(200);
 /// While demand reads come, a background read should not take longer.
 const SHORT_READ: Duration = Duration::from_millis(4);
 
@@ -201,7 +212,8 @@ impl FillThrottle {
     ) -> FillPermission {
         let floor_at = self.ended + self.longest_rest(now);
         let rested_at = self.ended + self.demand_time * DEMAND_FACTOR;
-        let round_at = self.last_demand.map_or(Duration::ZERO, |ended| ended + storage.round);
+        let round = if rules.is_fill_late { storage.round.max(LATE_REST) } else { storage.round };
+        let round_at = self.last_demand.map_or(Duration::ZERO, |ended| ended + round);
         let free_at = match storage.is_guest_waiting {
             true => now + (self.took / 4).clamp(DEMAND_POLL_MIN, DEMAND_POLL),
             false => rested_at.max(round_at),

@@ -176,7 +176,7 @@ impl<B: Clone> PageServer<B> {
             settled,
             units,
             cost: StorageCost::new(rules.unit_bytes, rules.known_latency),
-            fill_start: FillStart::default(),
+            fill_start: FillStart::with_delay(rules.fill_delay),
             fill_throttle: FillThrottle::new(now),
             install_throttle: InstallThrottle::default(),
             asked: VecDeque::with_capacity(64),

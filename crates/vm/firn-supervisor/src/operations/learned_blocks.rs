@@ -8,14 +8,12 @@
 use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use firn_image::Image;
-use firn_restore::{AnswerKind, FaultRecord, LearnedBlocks, RestoreMode, RunRecord};
+use firn_restore::{
+    AnswerKind, FaultRecord, LEARNING_WINDOW, LearnedBlocks, RestoreMode, RunRecord,
+};
 use firn_types::{Block, BlockSize};
-
-/// Page faults are recorded for this long after the guest began to run.
-pub(crate) const LEARNING_WINDOW: Duration = Duration::from_secs(10);
 
 /// The size limit of a file: somewhat more than for the maximum number of learned blocks.
 const BYTES_MAX: u64 = 1 << 20;

@@ -24,7 +24,7 @@ use serde_json::json;
 
 use crate::hypervisor::qemu;
 use crate::operations::family::FamilyLink;
-use crate::operations::learned_blocks::{self, LearnedBlocksFile};
+use crate::operations::learned_blocks::LearnedBlocksFile;
 use crate::operations::outage::{self, OutagePauser};
 use crate::operations::restore::{
     self, RESTORING, fatal_error_handler, numbered_vcpus, restore_failure, update_journal,
@@ -347,7 +347,7 @@ impl RestoreWork {
                 self.write_run_record();
                 record_at *= 2;
             }
-            if since.elapsed() >= learned_blocks::LEARNING_WINDOW {
+            if since.elapsed() >= firn_restore::LEARNING_WINDOW {
                 self.store_learned_and_latency();
             }
         }
