@@ -12,7 +12,8 @@
 //! nothing of it in the page cache), and `local` (the image on the disk profile `netssd`, cold).
 //!
 //! The image was restored once where it was saved, before it was pushed (`firn image push` pushes what
-//! that has learned). All systems have that.
+//! that has learned), with `--fill after-learning`: each page that the guest touches in ten seconds is learned.
+//! All systems have that.
 //!
 //! **What is held equal**: the guest, its Redis, the client, the image, as in `peers-ttr`; the
 //! bandwidth: 125 MB/s of the disk profile, and of the proxy before the server. The server itself, a real
@@ -146,7 +147,7 @@ fn restore_first(
 ) -> Result<()> {
     let client = guest.start_client(lab.extent.seed + 199);
     let event = client.now();
-    let fill = ["--fill", "when-responsive"];
+    let fill = ["--fill", "after-learning"];
     lab.firn().restore_and_learn(&saved.file, VM, &fill, throttle)?;
     wait_for_recovery(&client, event, saved.steady, &mut || ());
     std::thread::sleep(LEARNING_TIME);
