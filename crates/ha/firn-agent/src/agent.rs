@@ -13,6 +13,7 @@ use crate::config::AgentConfig;
 use crate::detect::DetectorTiming;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
+use crate::observations::Observations;
 use crate::peer_connection::PeerConnection;
 use crate::peer_monitor::PeerMonitor;
 use crate::rejections::RejectionCounts;
@@ -33,6 +34,7 @@ pub struct Agent {
     pub(crate) rejections: RejectionCounts,
     pub(crate) membership: MembershipService,
     pub(crate) clusters: ClusterManager,
+    pub(crate) observations: Observations,
     /// VMs of this host whose epochs this agent carries to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
     /// VMs that a task is about to protect, or to start a standby for.
@@ -64,6 +66,7 @@ impl Agent {
             rejections,
             membership,
             clusters: ClusterManager::default(),
+            observations: Observations::default(),
             carried,
             claimed,
         }

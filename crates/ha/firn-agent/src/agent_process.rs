@@ -28,7 +28,7 @@ use crate::sockets::{AgentLock, ListeningSocket, listen_at, lock_directory};
 use crate::switch::serve;
 use crate::switch::switches::NetworkSwitches;
 use crate::vms::LocalVms;
-use crate::{command_server, heartbeat, peer_server};
+use crate::{command_server, heartbeat, peer_server, watch};
 
 /// An agent that has all its resources, and does not serve yet.
 pub struct PreparedAgent {
@@ -86,6 +86,7 @@ impl PreparedAgent {
         }
         parts.spawn(serve::serve_networks(Arc::clone(&agent), self.networks));
         parts.spawn(adoption::run_failover(Arc::clone(&agent)));
+        parts.spawn(watch::watch_forever(Arc::clone(&agent)));
         parts.spawn(heartbeat::run_heartbeats(agent));
         // A task ends only by a panic, which is reported already.
         parts.join_next().await;

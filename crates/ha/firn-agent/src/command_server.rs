@@ -1,7 +1,7 @@
 //! The server for this host: `firn` commands, at a socket for its owner alone, and metrics.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use firn_control::api::{
@@ -19,6 +19,7 @@ use tokio::time::sleep;
 
 use crate::agent::Agent;
 use crate::http::{self, HttpResponse};
+use crate::metrics::MetricSources;
 use crate::moves::{self, ProgressSender};
 use crate::{clusters, metrics, protect, status};
 
@@ -114,14 +115,25 @@ async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> HttpRe
     if (request.method(), request.uri().path()) != (&Method::GET, METRICS) {
         return http::not_found_response(&request);
     }
-    let vms = status::list_vms(&agent).await.unwrap_or_default();
-    let (peers, networks) = (agent.peers.peer_views(), agent.networks.network_views());
-    let text =
-        metrics::render_metrics(&vms, &peers, &networks, agent.rejections.counts_by_word().iter());
-    match text {
+    let sources = MetricSources {
+        vms: status::list_vms(&agent).await.unwrap_or_default(),
+        peers: agent.peers.peer_views(),
+        networks: agent.networks.network_views(),
+        refused: agent.rejections.counts_by_word(),
+        membership: agent.observations.membership(),
+        takeovers: agent.observations.takeovers(),
+        drained: agent.paths.is_drained(),
+        now_s: unix_seconds(),
+    };
+    match metrics::render_metrics(&sources) {
         Ok(text) => http::bytes_response(StatusCode::OK, metrics::CONTENT_TYPE, text.into_bytes()),
         Err(error) => http::failure_response(&Failure::from_error(FailureKind::Other, &error)),
     }
+}
+
+/// The time, in seconds since 1970.
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 async fn answer_failover(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Failure> {

@@ -20,6 +20,7 @@
 //! | [`config`] | the configuration file |
 //! | [`detect`] | which hosts are alive (pure) |
 //! | [`metrics`] | metrics for Prometheus (pure) |
+//! | [`takeovers`] | counts failovers to this host (pure) |
 //! | [`identity`] | certificates: which hosts may connect |
 //! | [`membership`] | this host's part in membership: records and leases |
 //! | [`tunnel`] | carries a stream of epochs |
@@ -30,7 +31,8 @@
 //!
 //! `clusters` reconciles the VMs of this host with their records. The other modules serve:
 //! `peer_server` the peers, `command_server` the commands. `protect` and `standbys` are the two
-//! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. What commands share with the
+//! ends of a tunnel, and `heartbeat` is the shell around [`detect`]. `watch` observes VMs
+//! for metrics. What commands share with the
 //! agent is in [`firn_control`]: the protocol, its client, and the paths of sockets and files. The
 //! design is in `docs/design/012-agent.md`.
 
@@ -48,6 +50,7 @@ pub mod identity;
 pub mod membership;
 pub mod metrics;
 mod moves;
+mod observations;
 mod peer_connection;
 mod peer_monitor;
 mod peer_server;
@@ -57,8 +60,10 @@ mod sockets;
 mod standbys;
 mod status;
 pub mod switch;
+pub mod takeovers;
 pub mod tunnel;
 pub mod vms;
+mod watch;
 
 pub use agent::Agent;
 pub use agent_process::PreparedAgent;

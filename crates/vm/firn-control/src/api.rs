@@ -49,7 +49,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use firn_supervisor::{NetworkName, ProtectionStatus, VmName};
+use firn_supervisor::{CardStatus, CheckpointTally, NetworkName, ProtectionStatus, VmName};
 use serde::{Deserialize, Serialize};
 
 use crate::health::HostHealth;
@@ -317,6 +317,9 @@ pub struct VmView {
     /// The generation whose lease its frames obey, if they obey one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
+    /// Whether its host holds that lease now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease_held: Option<bool>,
     /// Of a standby: the host that its primary runs on, if the agent has started it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub primary: Option<HostName>,
@@ -326,6 +329,18 @@ pub struct VmView {
     /// Advice to its owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
+    /// Its network cards whose frames pass through Firn.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub network: Vec<CardStatus>,
+    /// Its checkpoints, if there are any.
+    #[serde(default, skip_serializing_if = "CheckpointTally::is_empty")]
+    pub checkpoints: CheckpointTally,
+    /// How often a successor has taken over from a dead supervisor.
+    #[serde(default)]
+    pub recoveries: u32,
+    /// Whether its supervisor answers.
+    #[serde(default)]
+    pub supervised: bool,
 }
 
 /// A network, as its switch at this host has it.

@@ -41,7 +41,9 @@ pub(super) async fn run_moved_vm(
     check_request(agent, peer, vm, wanted, &member).await?;
     firn_fault::pass_point("move.asked");
     let (name, generation) = (vm.clone(), wanted.generation);
-    let facts = agent.run_blocking(move |vms| vms.fail_over_vm(&name, generation)).await?;
+    agent.observations.begin_move(vm);
+    let facts = agent.run_blocking(move |vms| vms.fail_over_vm(&name, generation)).await;
+    let facts = facts.inspect_err(|_| agent.observations.end_move(vm))?;
     firn_fault::pass_point("move.ran");
     tracing::warn!("{vm} is moved here from host {peer}, generation {generation}: {facts}");
     Ok(facts)

@@ -24,6 +24,7 @@ use crate::operations::vm_start::StartedVm;
 use crate::processes::identity::{self, ProcessHandle, ProcessIdentity};
 use crate::processes::ownership::QemuOwnership;
 use crate::processes::runtime::VmDir;
+use crate::records::checkpoint_tally::CheckpointNote;
 use crate::records::control_protocol::StopRequest;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds};
@@ -267,7 +268,10 @@ impl RecoveryRun<'_> {
             "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
             unfinished.display()
         );
-        self.record_running(|journal| journal.record_failure(text))
+        self.record_running(|journal| {
+            journal.checkpoints.add_failed(unix_seconds(), &text);
+            journal.record_failure(text);
+        })
     }
 
     /// Ends a protection. A pause within the hypervisor ends by itself, and a VM that was stopped
@@ -341,8 +345,14 @@ impl RecoveryRun<'_> {
         self.record_running(|journal| {
             disk_snapshots::hand_over_files(journal);
             match unsent {
-                Some(text) => journal.record_failure(text),
-                None => journal.record_success(text),
+                Some(text) => {
+                    journal.checkpoints.add_failed(unix_seconds(), &text);
+                    journal.record_failure(text);
+                }
+                None => {
+                    journal.checkpoints.add_saved(CheckpointNote::new(unix_seconds(), image));
+                    journal.record_success(text);
+                }
             }
         })
     }
