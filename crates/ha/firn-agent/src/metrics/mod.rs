@@ -6,7 +6,8 @@
 //! | `protection` | protected VMs and standbys: epochs, pauses, lag, output, leases, failovers |
 //! | `hosts` | other hosts, the hosts' consensus, networks, refused connections |
 //!
-//! `docs/manual/src/reference/metrics.md` lists all of them, which a test checks.
+//! `docs/manual/src/reference/metrics.md` lists all of them. The dashboard and the alert rules in
+//! `packaging` use them; a test checks that they name no others.
 
 mod hosts;
 mod protection;

@@ -146,3 +146,93 @@ fn metric_names() -> BTreeSet<String> {
     });
     named.collect()
 }
+
+const DASHBOARD: &str =
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../packaging/grafana/firn.json"));
+const RULES: &str = include_str!(concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../../packaging/prometheus/firn.rules.yml"
+));
+
+/// The names of Firn's metrics in a query.
+fn names_in(query: &str) -> BTreeSet<String> {
+    let is_part = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+    let words = query.split(|letter| !is_part(letter));
+    words.filter(|word| word.starts_with("firn_")).map(str::to_owned).collect()
+}
+
+/// All strings under this key, in a document.
+fn strings_of<'a>(document: &'a Value, key: &str, found: &mut Vec<&'a str>) {
+    match document {
+        Value::Object(fields) => {
+            found.extend(fields.get(key).and_then(Value::as_str));
+            fields.values().for_each(|value| strings_of(value, key, found));
+        }
+        Value::Array(values) => values.iter().for_each(|value| strings_of(value, key, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn the_dashboard_shows_metrics_that_there_are() {
+    let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
+    let (mut queries, known) = (Vec::new(), metric_names());
+    strings_of(&dashboard, "expr", &mut queries);
+    strings_of(&dashboard, "query", &mut queries);
+    let used: BTreeSet<String> = queries.iter().copied().flat_map(names_in).collect();
+    assert!(queries.len() > 30 && used.len() > 20, "{used:?}");
+    assert_eq!(used.difference(&known).collect::<Vec<_>>(), Vec::<&String>::new());
+    // Every panel that is no heading has a query; and no two have one number.
+    let panels = dashboard["panels"].as_array().unwrap();
+    let ids: BTreeSet<u64> = panels.iter().map(|it| it["id"].as_u64().unwrap()).collect();
+    assert_eq!(ids.len(), panels.len());
+    for panel in panels.iter().filter(|it| it["type"] != "row") {
+        assert!(!panel["targets"].as_array().unwrap().is_empty(), "{}", panel["title"]);
+    }
+}
+
+/// One alert of the rules.
+#[derive(Debug, Default)]
+struct AlertRule {
+    name: String,
+    expr: String,
+    severity: String,
+    summary: String,
+}
+
+/// Reads the rules, which have one form: a field per line. `promtool` reads all of YAML.
+fn read_rules() -> Vec<AlertRule> {
+    let mut rules: Vec<AlertRule> = Vec::new();
+    for line in RULES.lines().map(str::trim).filter(|line| !line.starts_with('#')) {
+        let (field, value) = line.split_once(':').unwrap();
+        let value = value.trim().trim_matches('"').to_owned();
+        match (field, rules.last_mut()) {
+            ("- alert", _) => rules.push(AlertRule { name: value, ..AlertRule::default() }),
+            ("expr", Some(rule)) => rule.expr = value,
+            ("severity", Some(rule)) => rule.severity = value,
+            ("summary", Some(rule)) => rule.summary = value,
+            (
+                "groups" | "- name" | "rules" | "for" | "labels" | "annotations" | "description",
+                _,
+            ) => {}
+            (other, _) => panic!("{other} is no field that this test knows"),
+        }
+    }
+    rules
+}
+
+#[test]
+fn each_alert_uses_metrics_that_there_are_and_has_a_summary() {
+    let (rules, known) = (read_rules(), metric_names());
+    assert!(rules.len() > 10, "{rules:?}");
+    let names: BTreeSet<&str> = rules.iter().map(|rule| rule.name.as_str()).collect();
+    assert_eq!(names.len(), rules.len(), "two have one name");
+    for rule in &rules {
+        let used = names_in(&rule.expr);
+        // `up` is Prometheus's own.
+        assert!(!used.is_empty() || rule.expr.starts_with("up{"), "{rule:?}");
+        assert!(used.is_subset(&known), "{rule:?}");
+        assert!(rule.summary.len() > 20, "{rule:?}");
+        assert!(["critical", "warning"].contains(&rule.severity.as_str()), "{rule:?}");
+    }
+}

@@ -11,6 +11,7 @@ mod host;
 mod lost;
 mod membership;
 mod relay;
+mod rules;
 mod standby;
 mod switch;
 mod tap;
