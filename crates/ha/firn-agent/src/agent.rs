@@ -14,6 +14,7 @@ use crate::detect::DetectorTiming;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
 use crate::observations::Observations;
+use crate::page::AgentPage;
 use crate::peer_connection::PeerConnection;
 use crate::peer_monitor::PeerMonitor;
 use crate::rejections::RejectionCounts;
@@ -35,6 +36,7 @@ pub struct Agent {
     pub(crate) membership: MembershipService,
     pub(crate) clusters: ClusterManager,
     pub(crate) observations: Observations,
+    pub(crate) page: AgentPage,
     /// VMs of this host whose epochs this agent carries to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
     /// VMs that a task is about to protect, or to start a standby for.
@@ -67,6 +69,7 @@ impl Agent {
             membership,
             clusters: ClusterManager::default(),
             observations: Observations::default(),
+            page: AgentPage::default(),
             carried,
             claimed,
         }

@@ -1,7 +1,7 @@
 //! The process of an agent: it locks and binds what it needs, then starts all parts.
 //!
 //! ```text
-//!   firn(1) -- agent.sock --> command_server   peer_server <-- TLS --- peers  metrics <-- loopback
+//!   firn(1) -- agent.sock --> command_server   peer_server <-- TLS --- peers  metrics, page <-- loopback
 //!                                 |                |
 //!                                 v                v
 //!                  protect: a tunnel to     standbys: a tunnel     heartbeat <-> detect (pure)
@@ -24,6 +24,7 @@ use crate::config::AgentConfig;
 use crate::detect::DetectorTiming;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
+use crate::page::AgentPage;
 use crate::sockets::{AgentLock, ListeningSocket, listen_at, lock_directory};
 use crate::switch::serve;
 use crate::switch::switches::NetworkSwitches;
@@ -65,6 +66,9 @@ impl PreparedAgent {
         let membership = MembershipService::begin_membership(&config, &identity).await?;
         let mut agent = Agent::new(config, at, identity, paths, vms, times, membership);
         agent.networks = switches;
+        if agent.config.page_actions {
+            agent.page = AgentPage::with_actions()?;
+        }
         let agent = Arc::new(agent);
         Ok(Self { agent, peers, local, networks, metrics, _lock: sole })
     }

@@ -8,6 +8,8 @@
 //! authority = "ca.pem"             # the authority that has issued all certificates
 //! metrics = "127.0.0.1:9415"       # optional; reachable from this host only
 //! runtime-dir = "/run/firn"        # optional: as for firn(1)
+//! page-actions = true              # optional: the page can move VMs, fail them over, drain hosts
+//! page-clients = ["ops"]           # optional: whose certificates open the page, besides those of hosts
 //!
 //! [peers]
 //! b = "10.0.0.2:7415"              # its certificate must be for "b", whatever its address
@@ -40,6 +42,9 @@ use crate::switch::config::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkErr
 
 /// Maximum number of peers: each is asked twice a second.
 const PEERS_MAX: usize = 64;
+
+/// Maximum number of clients of the page.
+const PAGE_CLIENTS_MAX: usize = 64;
 
 /// Maximum size of the file, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -97,6 +102,12 @@ pub enum ConfigError {
     /// There are too many peers.
     #[error("peers: there are {0}, of at most {PEERS_MAX}")]
     Many(usize),
+    /// A client of the page has the name of a host, which may do more.
+    #[error("page-clients: {0} is a host, which may open the page anyway")]
+    ClientIsHost(HostName),
+    /// There are too many clients of the page.
+    #[error("page-clients: there are {0}, of at most {PAGE_CLIENTS_MAX}")]
+    ManyClients(usize),
     /// The section on membership is not valid.
     #[error("membership: {0}")]
     Membership(String),
@@ -133,6 +144,10 @@ pub struct AgentConfig {
     pub networks: BTreeMap<NetworkName, NetworkConfig>,
     /// The section on membership, if there is one.
     pub membership: Option<MembershipOptions>,
+    /// Whether the page can move and fail over VMs, and drain hosts.
+    pub page_actions: bool,
+    /// Names in certificates of clients that may open the page, and do nothing else.
+    pub page_clients: Vec<HostName>,
 }
 
 #[derive(Deserialize)]
@@ -150,6 +165,10 @@ struct ConfigFile {
     #[serde(default)]
     networks: BTreeMap<NetworkName, FileNetwork>,
     membership: Option<MembershipSection>,
+    #[serde(default)]
+    page_actions: bool,
+    #[serde(default)]
+    page_clients: Vec<String>,
 }
 
 impl AgentConfig {
@@ -167,6 +186,11 @@ impl AgentConfig {
         Ok(config)
     }
 
+    /// The names that certificates of clients may have: of peers, and of clients of the page.
+    pub fn client_names(&self) -> Vec<HostName> {
+        self.peers.keys().chain(&self.page_clients).cloned().collect()
+    }
+
     fn from_file(file: ConfigFile, directory: &Path) -> Result<Self, ConfigError> {
         let name = parse_host_name("name", file.name)?;
         let peers: BTreeMap<_, _> =
@@ -179,6 +203,15 @@ impl AgentConfig {
         }
         if file.networks.len() > NETWORKS_MAX {
             return Err(NetworkError::Many(file.networks.len()).into());
+        }
+        let client = |name| parse_host_name("page-clients", name);
+        let page_clients: Vec<HostName> =
+            file.page_clients.into_iter().map(client).collect::<Result<_, _>>()?;
+        if page_clients.len() > PAGE_CLIENTS_MAX {
+            return Err(ConfigError::ManyClients(page_clients.len()));
+        }
+        if let Some(host) = page_clients.iter().find(|it| **it == name || peers.contains_key(*it)) {
+            return Err(ConfigError::ClientIsHost(host.clone()));
         }
         let network = |(name, network): (NetworkName, FileNetwork)| {
             network.into_config(&name, directory).map(|network| (name, network))
@@ -195,6 +228,8 @@ impl AgentConfig {
             runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
             peers,
             networks: file.networks.into_iter().map(network).collect::<Result<_, _>>()?,
+            page_actions: file.page_actions,
+            page_clients,
         })
     }
 }
@@ -307,6 +342,9 @@ mod tests {
             (with("10.0.0.2:7415", "h:0"), "peers: b: \"h:0\" is no address"),
             (with("10.0.0.2:7415", "h:70000"), "peers: b: \"h:70000\" is no address"),
             (with("\nb = ", "\na = "), "peers: a is this host"),
+            (with("key", "page-clients = [\"b\"]\nkey"), "page-clients: b is a host"),
+            (with("key", "page-clients = [\"B\"]\nkey"), "\"B\" is no name of a host"),
+            (with("key", "page-actions = 1\nkey"), "line 4: invalid type"),
             (with("\nb = ", "\n\"B\" = "), "\"B\" is no name of a host"),
             (with("key", "metrics = \"10.0.0.1:9\"\nkey"), "can be reached from elsewhere"),
             (with("\"a.key\"", "\"none\""), "can't read"),
@@ -327,6 +365,9 @@ mod tests {
         }
         let many: String = (0..65).map(|n| format!("c{n} = \"h:1\"\n")).collect();
         assert!(matches!(load(&format!("{GOOD}{many}"), 0o600), Err(ConfigError::Many(66))));
+        let many: String = (0..65).map(|n| format!("\"c{n}\",")).collect();
+        let many = load(&format!("page-clients = [{many}]\n{GOOD}"), 0o600).unwrap_err();
+        assert!(many.to_string().contains("there are 65, of at most 64"), "{many}");
         let many: String = (0..17).map(|n| format!("[networks.n{n}]\n")).collect();
         let many = load(&format!("{GOOD}{many}"), 0o600).unwrap_err();
         assert!(many.to_string().contains("there are 17, of at most 16"), "{many}");

@@ -3,7 +3,7 @@
 //! Both sides of a connection show a certificate that the authority has issued. A name in it is a
 //! host's, not an address. A client is the peer that its certificate names, and a server must be
 //! the peer that the client intended. A certificate that names no peer, or more than one, is
-//! refused. TLS 1.3 only.
+//! refused. TLS 1.3 only. A client of the page has a name that is no host's, and gets the page only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -76,8 +76,7 @@ impl HostIdentity {
     pub fn load(config: &AgentConfig) -> Result<Self, IdentityError> {
         let chain = load_certificates("certificate", &config.certificate)?;
         let roots = Arc::new(load_roots(&config.authority)?);
-        let peers = config.peers.keys().cloned().collect();
-        let admission = Arc::new(PeerVerifier::new(&roots, peers)?);
+        let admission = Arc::new(PeerVerifier::new(&roots, config.client_names())?);
         check_own_certificate(config, &chain, &roots, &admission)?;
         let mut server = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
@@ -142,7 +141,8 @@ pub fn peer_of(certificate: &CertificateDer<'_>, peers: &[HostName]) -> Result<H
     }
 }
 
-/// Accepts clients whose certificates the authority has issued to one of the peers.
+/// Accepts clients whose certificates the authority has issued to one of the peers, or to a client
+/// of the page.
 #[derive(Debug)]
 struct PeerVerifier {
     authority: Arc<dyn ClientCertVerifier>,

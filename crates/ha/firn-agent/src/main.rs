@@ -45,8 +45,12 @@ const NOTES: &str = r#"The configuration, with paths relative to it:
   key = "a.key"
   # has issued the certificates of all hosts
   authority = "ca.pem"
-  # optional; for Prometheus, on this host only
+  # optional; metrics and a page, on this host only
   metrics = "127.0.0.1:9415"
+  # optional; the page can move and fail over VMs
+  page-actions = true
+  # optional; names in certificates that open the page
+  page-clients = ["ops"]
   # optional; as for firn(1)
   runtime-dir = "/run/firn"
 

@@ -8,6 +8,7 @@
 //!     POST /v1/move                 MoveVmRequest -> replies, a line of JSON each
 //!     POST /v1/drain                DrainRequest -> replies, a line of JSON each
 //!     GET  /metrics                 -> text for Prometheus
+//!     GET  /, and /page/...         -> the page, for browsers (firn-agent, page)
 //!     GET  /v1/clusters             -> [StoredCluster]
 //!     POST /v1/clusters             CreateCluster -> StoredCluster
 //!     POST /v1/clusters/NAME/VERB   -> StoredCluster
@@ -27,6 +28,7 @@
 //!     POST /v1/drained              DrainMark -> DrainMark
 //!     POST /v1/keep/NAME            ProtectionOptions -> StoredCluster
 //!     POST /v1/members              bytes -> bytes (firn-membership)
+//!     GET  /, and /page/...         -> the page; also for clients that may do nothing else
 //! ```
 //!
 //! A failure is answered by a status of 400 or more and a [`Failure`] as JSON. `protect`, `move` and

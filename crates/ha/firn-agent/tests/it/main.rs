@@ -10,6 +10,7 @@ mod half;
 mod host;
 mod lost;
 mod membership;
+mod page;
 mod relay;
 mod rules;
 mod standby;
