@@ -39,8 +39,12 @@ pub(crate) async fn list_vms_in_time(agent: Arc<Agent>, peer: HostName) -> Optio
     match timeout(LIST_WAIT, fetch_vms(agent, peer)).await {
         Ok(Ok(vms)) => Some(vms),
         // Its heartbeat reports why it does not answer.
-        other => {
-            tracing::debug!("a host does not list its VMs: {other:?}");
+        Ok(Err(failure)) => {
+            tracing::debug!("a host does not list its VMs: {failure}");
+            None
+        }
+        Err(_) => {
+            tracing::debug!("a host does not list its VMs within {} s", LIST_WAIT.as_secs());
             None
         }
     }

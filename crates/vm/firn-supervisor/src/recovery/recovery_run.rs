@@ -50,7 +50,7 @@ pub(crate) fn take_over(
         image_whole: journal.is_image_complete(),
     };
     let recovery = decide_recovery(&journal, remains);
-    tracing::warn!("taking over from a dead supervisor: {recovery:?}");
+    tracing::warn!("taking over from a dead supervisor: {}", recovery.describe());
     journal.recoveries += 1;
     // A client that wanted the VM to end has learned that it did not.
     journal.discard &= hypervisor.is_none();
@@ -60,7 +60,7 @@ pub(crate) fn take_over(
     let recoverer = RecoveryRun { vm, journal: Arc::new(journal), files };
     let found = recoverer.perform_recovery(recovery, hypervisor)?;
     found.iter().for_each(|(journal, _)| thaw_guest(journal));
-    tracing::info!("taken over within {:?}", since.elapsed());
+    tracing::info!("taken over within {:.1} ms", since.elapsed().as_secs_f64() * 1e3);
     Ok(found)
 }
 
