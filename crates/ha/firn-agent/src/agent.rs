@@ -25,8 +25,8 @@ use crate::vms::LocalVms;
 pub struct Agent {
     /// Its configuration.
     pub config: AgentConfig,
-    /// The address at which it listens for its peers.
-    pub listen: SocketAddr,
+    /// The address at which it listens for its peers, if it does.
+    pub listen: Option<SocketAddr>,
     pub(crate) identity: HostIdentity,
     pub(crate) paths: AgentPaths,
     pub(crate) vms: Arc<dyn LocalVms>,
@@ -46,7 +46,7 @@ pub struct Agent {
 impl Agent {
     pub(crate) fn new(
         config: AgentConfig,
-        listen: SocketAddr,
+        listen: Option<SocketAddr>,
         identity: HostIdentity,
         paths: AgentPaths,
         vms: Arc<dyn LocalVms>,

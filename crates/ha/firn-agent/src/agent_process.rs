@@ -34,7 +34,7 @@ use crate::{command_server, heartbeat, peer_server, watch};
 /// An agent that has all its resources, and does not serve yet.
 pub struct PreparedAgent {
     agent: Arc<Agent>,
-    peers: TcpListener,
+    peers: Option<TcpListener>,
     local: ListeningSocket,
     networks: Vec<ListeningSocket>,
     metrics: Option<TcpListener>,
@@ -55,8 +55,12 @@ impl PreparedAgent {
         let identity = HostIdentity::load(&config)
             .while_doing_as(FailureKind::Usage, "proving who this is")?;
         let sole = lock_directory(&paths, config.peers.keys())?;
-        let peers = bind_listener(config.listen).await?;
-        let at = peers.local_addr().while_doing("listening for peers")?;
+        let peers = match &config.entrance {
+            Some(entrance) => Some(bind_listener(entrance.listen).await?),
+            None => None,
+        };
+        let at = peers.as_ref().map(TcpListener::local_addr).transpose();
+        let at = at.while_doing("listening for peers")?;
         let metrics = match config.metrics {
             Some(address) => Some(bind_listener(address).await?),
             None => None,
@@ -82,7 +86,9 @@ impl PreparedAgent {
     pub async fn serve_forever(self) {
         let agent = self.agent;
         let mut parts = JoinSet::new();
-        parts.spawn(peer_server::accept_peers(Arc::clone(&agent), self.peers));
+        if let Some(listener) = self.peers {
+            parts.spawn(peer_server::accept_peers(Arc::clone(&agent), listener));
+        }
         let ListeningSocket { listener, file: _file } = self.local;
         parts.spawn(command_server::serve_commands(Arc::clone(&agent), listener));
         if let Some(listener) = self.metrics {

@@ -2,7 +2,7 @@
 //!
 //! ```toml
 //! name = "a"                       # this host; its certificate is for this name
-//! listen = "10.0.0.1:7415"         # for the peers
+//! listen = "10.0.0.1:7415"         # for the peers; a host alone needs neither this nor certificates
 //! certificate = "a.pem"            # paths are relative to this file
 //! key = "a.key"                    # for the owner alone
 //! authority = "ca.pem"             # the authority that has issued all certificates
@@ -99,6 +99,12 @@ pub enum ConfigError {
     /// A network is not valid.
     #[error(transparent)]
     Network(#[from] NetworkError),
+    /// A part of what connections of other hosts need is missing.
+    #[error(
+        "listen, certificate, key and authority belong together: a host with peers, page-clients or a [membership] needs all of them, \
+         a host alone none"
+    )]
+    NoEntrance,
     /// There are too many peers.
     #[error("peers: there are {0}, of at most {PEERS_MAX}")]
     Many(usize),
@@ -126,14 +132,8 @@ pub enum ConfigError {
 pub struct AgentConfig {
     /// This host.
     pub name: HostName,
-    /// The address at which it listens for its peers.
-    pub listen: SocketAddr,
-    /// This host's certificate, with the intermediate ones up to the authority's, in PEM format.
-    pub certificate: PathBuf,
-    /// Its private key, in PEM format.
-    pub key: PathBuf,
-    /// The authority that has issued the certificates of all hosts, in PEM format.
-    pub authority: PathBuf,
+    /// Where peers connect; `None` for a host without peers, which needs no certificate.
+    pub entrance: Option<PeerEntrance>,
     /// The address at which metrics are served, besides the agent's own socket.
     pub metrics: Option<SocketAddr>,
     /// The runtime directory of the VMs, if not the one that the environment names.
@@ -150,14 +150,27 @@ pub struct AgentConfig {
     pub page_clients: Vec<HostName>,
 }
 
+/// Where peers connect, and by what hosts prove who they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerEntrance {
+    /// The address at which the agent listens for its peers.
+    pub listen: SocketAddr,
+    /// This host's certificate, with the intermediate ones up to the authority's, in PEM format.
+    pub certificate: PathBuf,
+    /// Its private key, in PEM format.
+    pub key: PathBuf,
+    /// The authority that has issued the certificates of all hosts, in PEM format.
+    pub authority: PathBuf,
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ConfigFile {
     name: String,
-    listen: String,
-    certificate: PathBuf,
-    key: PathBuf,
-    authority: PathBuf,
+    listen: Option<String>,
+    certificate: Option<PathBuf>,
+    key: Option<PathBuf>,
+    authority: Option<PathBuf>,
     metrics: Option<String>,
     runtime_dir: Option<PathBuf>,
     #[serde(default)]
@@ -182,7 +195,7 @@ impl AgentConfig {
         let file = toml::from_str(&text).map_err(|error| toml_error(path, &text, &error))?;
         let directory = std::path::absolute(path).map_err(read)?;
         let config = Self::from_file(file, directory.parent().unwrap_or(Path::new("/")))?;
-        check_key(&config.key)?;
+        config.entrance.as_ref().map_or(Ok(()), |entrance| check_key(&entrance.key))?;
         Ok(config)
     }
 
@@ -216,14 +229,25 @@ impl AgentConfig {
         let network = |(name, network): (NetworkName, FileNetwork)| {
             network.into_config(&name, directory).map(|network| (name, network))
         };
+        let entrance = match (file.listen, file.certificate, file.key, file.authority) {
+            (Some(listen), Some(certificate), Some(key), Some(authority)) => Some(PeerEntrance {
+                listen: parse_socket_address("listen", &listen)?,
+                certificate: directory.join(certificate),
+                key: directory.join(key),
+                authority: directory.join(authority),
+            }),
+            (None, None, None, None)
+                if peers.is_empty() && page_clients.is_empty() && file.membership.is_none() =>
+            {
+                None
+            }
+            _ => return Err(ConfigError::NoEntrance),
+        };
         let membership = file.membership.map(|it| it.check_section(&name, &peers, directory));
         Ok(Self {
             membership: membership.transpose().map_err(ConfigError::Membership)?,
             name,
-            listen: parse_socket_address("listen", &file.listen)?,
-            certificate: directory.join(file.certificate),
-            key: directory.join(file.key),
-            authority: directory.join(file.authority),
+            entrance,
             metrics: file.metrics.as_deref().map(parse_loopback).transpose()?,
             runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
             peers,
@@ -303,17 +327,20 @@ mod tests {
         fs::set_permissions(dir.path().join("a.key"), fs::Permissions::from_mode(key_mode))
             .unwrap();
         let mut config = AgentConfig::load(&dir.path().join("a.toml"))?;
-        assert_eq!(config.key, dir.path().join("a.key"));
-        config.key = "a.key".into();
+        if let Some(entrance) = &mut config.entrance {
+            assert_eq!(entrance.key, dir.path().join("a.key"));
+            entrance.key = "a.key".into();
+        }
         Ok(config)
     }
 
     #[test]
     fn the_configuration_names_hosts_and_addresses() {
         let config = load(GOOD, 0o600).unwrap();
-        assert_eq!((config.name.as_str(), config.listen.port()), ("a", 7415));
-        assert_eq!(config.authority, Path::new("/etc/ca.pem"));
-        assert!(config.certificate.is_absolute() && config.metrics.is_none());
+        let entrance = config.entrance.unwrap();
+        assert_eq!((config.name.as_str(), entrance.listen.port()), ("a", 7415));
+        assert_eq!(entrance.authority, Path::new("/etc/ca.pem"));
+        assert!(entrance.certificate.is_absolute() && config.metrics.is_none());
         let b = HostName::new("b").unwrap();
         assert_eq!(config.peers, BTreeMap::from([(b, "10.0.0.2:7415".to_owned())]));
         assert!(config.networks.is_empty());
@@ -371,6 +398,23 @@ mod tests {
         let many: String = (0..17).map(|n| format!("[networks.n{n}]\n")).collect();
         let many = load(&format!("{GOOD}{many}"), 0o600).unwrap_err();
         assert!(many.to_string().contains("there are 17, of at most 16"), "{many}");
+    }
+
+    #[test]
+    fn a_host_alone_needs_no_certificate() {
+        let alone = "name = \"a\"\nmetrics = \"127.0.0.1:9415\"\n";
+        let config = load(&format!("{alone}[networks.lan]\n"), 0o600).unwrap();
+        assert!(config.entrance.is_none() && config.peers.is_empty());
+        for more in [
+            "listen = \"10.0.0.1:7415\"\n",
+            "key = \"a.key\"\n",
+            "page-clients = [\"ops\"]\n",
+            "[peers]\nb = \"10.0.0.2:7415\"\n",
+            "[membership]\netcd = [\"http://10.0.0.9:2379\"]\n",
+        ] {
+            let error = load(&format!("{alone}{more}"), 0o600).unwrap_err();
+            assert!(error.to_string().contains("a host alone none"), "{more}: {error}");
+        }
     }
 
     #[test]

@@ -102,7 +102,8 @@ async fn authenticate_peer(
     stream: TcpStream,
 ) -> Result<(HostName, TlsStream<TcpStream>), RejectionReason> {
     tunnel::configure_socket(&stream).map_err(|_| RejectionReason::Protocol)?;
-    let acceptor = TlsAcceptor::from(Arc::clone(&agent.identity.server));
+    let server = agent.identity.server.clone().ok_or(RejectionReason::Protocol)?;
+    let acceptor = TlsAcceptor::from(server);
     let greeted = timeout(HANDSHAKE_WAIT, acceptor.accept(stream).into_fallible()).await;
     let stream = match greeted.map_err(|_| RejectionReason::Slow)? {
         Ok(stream) => stream,

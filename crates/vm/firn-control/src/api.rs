@@ -260,8 +260,9 @@ pub struct HeartbeatAnswer {
 pub struct AgentStatus {
     /// The host of that agent.
     pub host: HostName,
-    /// The address at which it listens.
-    pub listen: SocketAddr,
+    /// The address at which it listens for its peers, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listen: Option<SocketAddr>,
     /// The other hosts.
     pub peers: Vec<PeerView>,
     /// The VMs of all hosts that answer.

@@ -22,7 +22,7 @@ pub(super) fn render_hosts(view: &PageView) -> Markup {
                     tr {
                         th scope="row" { (status.host) " " span class="muted" { "(this one)" } }
                         td data-label="State" { span class="good" { "alive" } @if status.drained { ", drained" } }
-                        td data-label="Address" { (status.listen) }
+                        td data-label="Address" { @match status.listen { Some(listen) => (listen), None => "-" } }
                         td data-label="Answers in" { "-" }
                         td data-label="VMs" { (count_vms(view, status.host.as_str())) (render_drain(view, status.host.as_str(), status.drained)) }
                     }
