@@ -13,6 +13,8 @@ use crate::config::AgentConfig;
 use crate::detect::DetectorTiming;
 use crate::identity::HostIdentity;
 use crate::membership::MembershipService;
+use crate::observations::Observations;
+use crate::page::AgentPage;
 use crate::peer_connection::PeerConnection;
 use crate::peer_monitor::PeerMonitor;
 use crate::rejections::RejectionCounts;
@@ -23,8 +25,8 @@ use crate::vms::LocalVms;
 pub struct Agent {
     /// Its configuration.
     pub config: AgentConfig,
-    /// The address at which it listens for its peers.
-    pub listen: SocketAddr,
+    /// The address at which it listens for its peers, if it does.
+    pub listen: Option<SocketAddr>,
     pub(crate) identity: HostIdentity,
     pub(crate) paths: AgentPaths,
     pub(crate) vms: Arc<dyn LocalVms>,
@@ -33,6 +35,8 @@ pub struct Agent {
     pub(crate) rejections: RejectionCounts,
     pub(crate) membership: MembershipService,
     pub(crate) clusters: ClusterManager,
+    pub(crate) observations: Observations,
+    pub(crate) page: AgentPage,
     /// VMs of this host whose epochs this agent carries to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
     /// VMs that a task is about to protect, or to start a standby for.
@@ -42,7 +46,7 @@ pub struct Agent {
 impl Agent {
     pub(crate) fn new(
         config: AgentConfig,
-        listen: SocketAddr,
+        listen: Option<SocketAddr>,
         identity: HostIdentity,
         paths: AgentPaths,
         vms: Arc<dyn LocalVms>,
@@ -64,6 +68,8 @@ impl Agent {
             rejections,
             membership,
             clusters: ClusterManager::default(),
+            observations: Observations::default(),
+            page: AgentPage::default(),
             carried,
             claimed,
         }

@@ -1,17 +1,15 @@
-//! The server for this host: `firn` commands, at a socket for its owner alone, and metrics.
+//! The server for this host: `firn` commands, at a socket for its owner alone; metrics, and the page.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use bytes::Bytes;
 use firn_control::api::{
     CLUSTERS, DRAIN, FAILOVER, MEMBERS, METRICS, MOVE, PROTECT, ProtectVmRequest, STATUS,
 };
-use firn_supervisor::{Failure, FailureContext as _, FailureKind, SupervisorReply};
-use http_body_util::channel::{Channel, Sender};
+use firn_supervisor::{Failure, FailureKind, SupervisorReply};
+use http_body_util::channel::Channel;
 use hyper::body::Incoming;
 use hyper::{Method, Request, StatusCode};
-use serde::Serialize;
 use serde_json::Value;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, mpsc};
@@ -19,17 +17,17 @@ use tokio::time::sleep;
 
 use crate::agent::Agent;
 use crate::http::{self, HttpResponse};
-use crate::moves::{self, ProgressSender};
-use crate::{clusters, metrics, protect, status};
+use crate::metrics::MetricSources;
+use crate::page::access::{self, Entrance};
+use crate::page::routes;
+use crate::replies::{REPLIES_MAX, answer_with_progress, forward_replies};
+use crate::{clusters, metrics, moves, protect, status};
 
 /// Maximum number of connections at once.
 const CONNECTIONS_MAX: usize = 64;
 
 /// How long to wait when the system has no more descriptors.
 const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
-
-/// Maximum number of replies that wait for the client. Progress that finds no room is dropped.
-const REPLIES_MAX: usize = 16;
 
 /// Answers commands. Never returns.
 pub(crate) async fn serve_commands(agent: Arc<Agent>, listener: UnixListener) {
@@ -52,7 +50,7 @@ pub(crate) async fn serve_commands(agent: Arc<Agent>, listener: UnixListener) {
     }
 }
 
-/// Answers requests for metrics. Never returns.
+/// Answers requests for metrics and for the page. Never returns.
 pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
@@ -64,7 +62,7 @@ pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
         let agent = Arc::clone(&agent);
         tokio::spawn(async move {
             let _ = http::serve_connection(stream, |request| {
-                answer_metrics(Arc::clone(&agent), request)
+                answer_loopback(Arc::clone(&agent), request)
             })
             .await;
             drop(permit);
@@ -73,6 +71,13 @@ pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
 }
 
 async fn answer_command(agent: Arc<Agent>, request: Request<Incoming>) -> HttpResponse {
+    if routes::is_for_page(&request) {
+        return routes::answer_page(agent, Entrance::Socket, request).await;
+    }
+    if request.uri().path() != METRICS && !access::is_of_command(request.headers()) {
+        let text = "this is the API of commands, which no page in a browser may use";
+        return http::failure_response(&Failure::new(FailureKind::Refused, text));
+    }
     if request.uri().path().starts_with(CLUSTERS) {
         return clusters::commands::answer_command(&agent, request).await;
     }
@@ -110,18 +115,37 @@ async fn answer_command(agent: Arc<Agent>, request: Request<Incoming>) -> HttpRe
     }
 }
 
+/// Answers a request at the address for metrics.
+async fn answer_loopback(agent: Arc<Agent>, request: Request<Incoming>) -> HttpResponse {
+    match routes::is_for_page(&request) {
+        true => routes::answer_page(agent, Entrance::Loopback, request).await,
+        false => answer_metrics(agent, request).await,
+    }
+}
+
 async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> HttpResponse {
     if (request.method(), request.uri().path()) != (&Method::GET, METRICS) {
         return http::not_found_response(&request);
     }
-    let vms = status::list_vms(&agent).await.unwrap_or_default();
-    let (peers, networks) = (agent.peers.peer_views(), agent.networks.network_views());
-    let text =
-        metrics::render_metrics(&vms, &peers, &networks, agent.rejections.counts_by_word().iter());
-    match text {
+    let sources = MetricSources {
+        vms: status::list_vms(&agent).await.unwrap_or_default(),
+        peers: agent.peers.peer_views(),
+        networks: agent.networks.network_views(),
+        refused: agent.rejections.counts_by_word(),
+        membership: agent.observations.membership(),
+        takeovers: agent.observations.takeovers(),
+        drained: agent.paths.is_drained(),
+        now_s: unix_seconds(),
+    };
+    match metrics::render_metrics(&sources) {
         Ok(text) => http::bytes_response(StatusCode::OK, metrics::CONTENT_TYPE, text.into_bytes()),
         Err(error) => http::failure_response(&Failure::from_error(FailureKind::Other, &error)),
     }
+}
+
+/// The time, in seconds since 1970.
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 async fn answer_failover(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Failure> {
@@ -146,45 +170,4 @@ fn answer_protect(agent: Arc<Agent>, wanted: ProtectVmRequest) -> HttpResponse {
         let _ = reply_sender.send(last).await;
     });
     http::response_with_body(StatusCode::OK, "application/x-ndjson", body)
-}
-
-/// Answers by progress, and a last reply. The work continues when the client disconnects.
-fn answer_with_progress<T, F>(work: impl FnOnce(ProgressSender) -> F) -> HttpResponse
-where
-    T: Serialize + Send + 'static,
-    F: Future<Output = Result<T, Failure>> + Send + 'static,
-{
-    let (reply_sender, replies) = mpsc::channel(REPLIES_MAX);
-    let (lines, body) = Channel::new(REPLIES_MAX);
-    tokio::spawn(forward_replies(replies, lines));
-    let (progress_sender, mut progress) = mpsc::channel(REPLIES_MAX);
-    let working = work(progress_sender);
-    tokio::spawn(async move {
-        let forwarding = reply_sender.clone();
-        let forward = async {
-            while let Some(now) = progress.recv().await {
-                let _ = forwarding.send(SupervisorReply::Progress(now)).await;
-            }
-        };
-        let (done, ()) = tokio::join!(working, forward);
-        let facts = done.and_then(|facts| serde_json::to_value(facts).while_doing("answering"));
-        let last = match facts {
-            Ok(facts) => SupervisorReply::Done { facts },
-            Err(failure) => SupervisorReply::Failed(failure),
-        };
-        // The client may have disconnected.
-        let _ = reply_sender.send(last).await;
-    });
-    http::response_with_body(StatusCode::OK, "application/x-ndjson", body)
-}
-
-async fn forward_replies(mut replies: mpsc::Receiver<SupervisorReply>, mut lines: Sender<Bytes>) {
-    while let Some(reply) = replies.recv().await {
-        // It consists of strings and numbers, so nothing in it can fail to serialize.
-        let mut line = serde_json::to_vec(&reply).unwrap_or_default();
-        line.push(b'\n');
-        if lines.send_data(line.into()).await.is_err() {
-            return;
-        }
-    }
 }

@@ -2,12 +2,14 @@
 //!
 //! ```toml
 //! name = "a"                       # this host; its certificate is for this name
-//! listen = "10.0.0.1:7415"         # for the peers
+//! listen = "10.0.0.1:7415"         # for the peers; a host alone needs neither this nor certificates
 //! certificate = "a.pem"            # paths are relative to this file
 //! key = "a.key"                    # for the owner alone
 //! authority = "ca.pem"             # the authority that has issued all certificates
 //! metrics = "127.0.0.1:9415"       # optional; reachable from this host only
 //! runtime-dir = "/run/firn"        # optional: as for firn(1)
+//! page-actions = true              # optional: the page can move VMs, fail them over, drain hosts
+//! page-clients = ["ops"]           # optional: whose certificates open the page, besides those of hosts
 //!
 //! [peers]
 //! b = "10.0.0.2:7415"              # its certificate must be for "b", whatever its address
@@ -40,6 +42,9 @@ use crate::switch::config::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkErr
 
 /// Maximum number of peers: each is asked twice a second.
 const PEERS_MAX: usize = 64;
+
+/// Maximum number of clients of the page.
+const PAGE_CLIENTS_MAX: usize = 64;
 
 /// Maximum size of the file, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -94,9 +99,21 @@ pub enum ConfigError {
     /// A network is not valid.
     #[error(transparent)]
     Network(#[from] NetworkError),
+    /// A part of what connections of other hosts need is missing.
+    #[error(
+        "listen, certificate, key and authority belong together: a host with peers, page-clients or a [membership] needs all of them, \
+         a host alone none"
+    )]
+    NoEntrance,
     /// There are too many peers.
     #[error("peers: there are {0}, of at most {PEERS_MAX}")]
     Many(usize),
+    /// A client of the page has the name of a host, which may do more.
+    #[error("page-clients: {0} is a host, which may open the page anyway")]
+    ClientIsHost(HostName),
+    /// There are too many clients of the page.
+    #[error("page-clients: there are {0}, of at most {PAGE_CLIENTS_MAX}")]
+    ManyClients(usize),
     /// The section on membership is not valid.
     #[error("membership: {0}")]
     Membership(String),
@@ -115,14 +132,8 @@ pub enum ConfigError {
 pub struct AgentConfig {
     /// This host.
     pub name: HostName,
-    /// The address at which it listens for its peers.
-    pub listen: SocketAddr,
-    /// This host's certificate, with the intermediate ones up to the authority's, in PEM format.
-    pub certificate: PathBuf,
-    /// Its private key, in PEM format.
-    pub key: PathBuf,
-    /// The authority that has issued the certificates of all hosts, in PEM format.
-    pub authority: PathBuf,
+    /// Where peers connect; `None` for a host without peers, which needs no certificate.
+    pub entrance: Option<PeerEntrance>,
     /// The address at which metrics are served, besides the agent's own socket.
     pub metrics: Option<SocketAddr>,
     /// The runtime directory of the VMs, if not the one that the environment names.
@@ -133,16 +144,33 @@ pub struct AgentConfig {
     pub networks: BTreeMap<NetworkName, NetworkConfig>,
     /// The section on membership, if there is one.
     pub membership: Option<MembershipOptions>,
+    /// Whether the page can move and fail over VMs, and drain hosts.
+    pub page_actions: bool,
+    /// Names in certificates of clients that may open the page, and do nothing else.
+    pub page_clients: Vec<HostName>,
+}
+
+/// Where peers connect, and by what hosts prove who they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerEntrance {
+    /// The address at which the agent listens for its peers.
+    pub listen: SocketAddr,
+    /// This host's certificate, with the intermediate ones up to the authority's, in PEM format.
+    pub certificate: PathBuf,
+    /// Its private key, in PEM format.
+    pub key: PathBuf,
+    /// The authority that has issued the certificates of all hosts, in PEM format.
+    pub authority: PathBuf,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ConfigFile {
     name: String,
-    listen: String,
-    certificate: PathBuf,
-    key: PathBuf,
-    authority: PathBuf,
+    listen: Option<String>,
+    certificate: Option<PathBuf>,
+    key: Option<PathBuf>,
+    authority: Option<PathBuf>,
     metrics: Option<String>,
     runtime_dir: Option<PathBuf>,
     #[serde(default)]
@@ -150,6 +178,10 @@ struct ConfigFile {
     #[serde(default)]
     networks: BTreeMap<NetworkName, FileNetwork>,
     membership: Option<MembershipSection>,
+    #[serde(default)]
+    page_actions: bool,
+    #[serde(default)]
+    page_clients: Vec<String>,
 }
 
 impl AgentConfig {
@@ -163,8 +195,13 @@ impl AgentConfig {
         let file = toml::from_str(&text).map_err(|error| toml_error(path, &text, &error))?;
         let directory = std::path::absolute(path).map_err(read)?;
         let config = Self::from_file(file, directory.parent().unwrap_or(Path::new("/")))?;
-        check_key(&config.key)?;
+        config.entrance.as_ref().map_or(Ok(()), |entrance| check_key(&entrance.key))?;
         Ok(config)
+    }
+
+    /// The names that certificates of clients may have: of peers, and of clients of the page.
+    pub fn client_names(&self) -> Vec<HostName> {
+        self.peers.keys().chain(&self.page_clients).cloned().collect()
     }
 
     fn from_file(file: ConfigFile, directory: &Path) -> Result<Self, ConfigError> {
@@ -180,21 +217,43 @@ impl AgentConfig {
         if file.networks.len() > NETWORKS_MAX {
             return Err(NetworkError::Many(file.networks.len()).into());
         }
+        let client = |name| parse_host_name("page-clients", name);
+        let page_clients: Vec<HostName> =
+            file.page_clients.into_iter().map(client).collect::<Result<_, _>>()?;
+        if page_clients.len() > PAGE_CLIENTS_MAX {
+            return Err(ConfigError::ManyClients(page_clients.len()));
+        }
+        if let Some(host) = page_clients.iter().find(|it| **it == name || peers.contains_key(*it)) {
+            return Err(ConfigError::ClientIsHost(host.clone()));
+        }
         let network = |(name, network): (NetworkName, FileNetwork)| {
             network.into_config(&name, directory).map(|network| (name, network))
+        };
+        let entrance = match (file.listen, file.certificate, file.key, file.authority) {
+            (Some(listen), Some(certificate), Some(key), Some(authority)) => Some(PeerEntrance {
+                listen: parse_socket_address("listen", &listen)?,
+                certificate: directory.join(certificate),
+                key: directory.join(key),
+                authority: directory.join(authority),
+            }),
+            (None, None, None, None)
+                if peers.is_empty() && page_clients.is_empty() && file.membership.is_none() =>
+            {
+                None
+            }
+            _ => return Err(ConfigError::NoEntrance),
         };
         let membership = file.membership.map(|it| it.check_section(&name, &peers, directory));
         Ok(Self {
             membership: membership.transpose().map_err(ConfigError::Membership)?,
             name,
-            listen: parse_socket_address("listen", &file.listen)?,
-            certificate: directory.join(file.certificate),
-            key: directory.join(file.key),
-            authority: directory.join(file.authority),
+            entrance,
             metrics: file.metrics.as_deref().map(parse_loopback).transpose()?,
             runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
             peers,
             networks: file.networks.into_iter().map(network).collect::<Result<_, _>>()?,
+            page_actions: file.page_actions,
+            page_clients,
         })
     }
 }
@@ -268,17 +327,20 @@ mod tests {
         fs::set_permissions(dir.path().join("a.key"), fs::Permissions::from_mode(key_mode))
             .unwrap();
         let mut config = AgentConfig::load(&dir.path().join("a.toml"))?;
-        assert_eq!(config.key, dir.path().join("a.key"));
-        config.key = "a.key".into();
+        if let Some(entrance) = &mut config.entrance {
+            assert_eq!(entrance.key, dir.path().join("a.key"));
+            entrance.key = "a.key".into();
+        }
         Ok(config)
     }
 
     #[test]
     fn the_configuration_names_hosts_and_addresses() {
         let config = load(GOOD, 0o600).unwrap();
-        assert_eq!((config.name.as_str(), config.listen.port()), ("a", 7415));
-        assert_eq!(config.authority, Path::new("/etc/ca.pem"));
-        assert!(config.certificate.is_absolute() && config.metrics.is_none());
+        let entrance = config.entrance.unwrap();
+        assert_eq!((config.name.as_str(), entrance.listen.port()), ("a", 7415));
+        assert_eq!(entrance.authority, Path::new("/etc/ca.pem"));
+        assert!(entrance.certificate.is_absolute() && config.metrics.is_none());
         let b = HostName::new("b").unwrap();
         assert_eq!(config.peers, BTreeMap::from([(b, "10.0.0.2:7415".to_owned())]));
         assert!(config.networks.is_empty());
@@ -307,6 +369,9 @@ mod tests {
             (with("10.0.0.2:7415", "h:0"), "peers: b: \"h:0\" is no address"),
             (with("10.0.0.2:7415", "h:70000"), "peers: b: \"h:70000\" is no address"),
             (with("\nb = ", "\na = "), "peers: a is this host"),
+            (with("key", "page-clients = [\"b\"]\nkey"), "page-clients: b is a host"),
+            (with("key", "page-clients = [\"B\"]\nkey"), "\"B\" is no name of a host"),
+            (with("key", "page-actions = 1\nkey"), "line 4: invalid type"),
             (with("\nb = ", "\n\"B\" = "), "\"B\" is no name of a host"),
             (with("key", "metrics = \"10.0.0.1:9\"\nkey"), "can be reached from elsewhere"),
             (with("\"a.key\"", "\"none\""), "can't read"),
@@ -327,9 +392,29 @@ mod tests {
         }
         let many: String = (0..65).map(|n| format!("c{n} = \"h:1\"\n")).collect();
         assert!(matches!(load(&format!("{GOOD}{many}"), 0o600), Err(ConfigError::Many(66))));
+        let many: String = (0..65).map(|n| format!("\"c{n}\",")).collect();
+        let many = load(&format!("page-clients = [{many}]\n{GOOD}"), 0o600).unwrap_err();
+        assert!(many.to_string().contains("there are 65, of at most 64"), "{many}");
         let many: String = (0..17).map(|n| format!("[networks.n{n}]\n")).collect();
         let many = load(&format!("{GOOD}{many}"), 0o600).unwrap_err();
         assert!(many.to_string().contains("there are 17, of at most 16"), "{many}");
+    }
+
+    #[test]
+    fn a_host_alone_needs_no_certificate() {
+        let alone = "name = \"a\"\nmetrics = \"127.0.0.1:9415\"\n";
+        let config = load(&format!("{alone}[networks.lan]\n"), 0o600).unwrap();
+        assert!(config.entrance.is_none() && config.peers.is_empty());
+        for more in [
+            "listen = \"10.0.0.1:7415\"\n",
+            "key = \"a.key\"\n",
+            "page-clients = [\"ops\"]\n",
+            "[peers]\nb = \"10.0.0.2:7415\"\n",
+            "[membership]\netcd = [\"http://10.0.0.9:2379\"]\n",
+        ] {
+            let error = load(&format!("{alone}{more}"), 0o600).unwrap_err();
+            assert!(error.to_string().contains("a host alone none"), "{more}: {error}");
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Both sides of a connection show a certificate that the authority has issued. A name in it is a
 //! host's, not an address. A client is the peer that its certificate names, and a server must be
 //! the peer that the client intended. A certificate that names no peer, or more than one, is
-//! refused. TLS 1.3 only.
+//! refused. TLS 1.3 only. A client of the page has a name that is no host's, and gets the page only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -64,8 +64,8 @@ pub enum IdentityError {
 pub struct HostIdentity {
     /// For connections to peers.
     pub client: Arc<ClientConfig>,
-    /// For connections from peers.
-    pub server: Arc<ServerConfig>,
+    /// For connections from peers; `None` for a host alone.
+    pub server: Option<Arc<ServerConfig>>,
 }
 
 impl HostIdentity {
@@ -74,34 +74,44 @@ impl HostIdentity {
     /// # Errors
     /// If a file can't be used, or peers would refuse the certificate.
     pub fn load(config: &AgentConfig) -> Result<Self, IdentityError> {
-        let chain = load_certificates("certificate", &config.certificate)?;
-        let roots = Arc::new(load_roots(&config.authority)?);
-        let peers = config.peers.keys().cloned().collect();
-        let admission = Arc::new(PeerVerifier::new(&roots, peers)?);
-        check_own_certificate(config, &chain, &roots, &admission)?;
+        let Some(entrance) = &config.entrance else { return Self::alone() };
+        let chain = load_certificates("certificate", &entrance.certificate)?;
+        let roots = Arc::new(load_roots(&entrance.authority)?);
+        let admission = Arc::new(PeerVerifier::new(&roots, config.client_names())?);
+        check_own_certificate(config, &entrance.certificate, &chain, &roots, &admission)?;
         let mut server = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_client_cert_verifier(admission)
-            .with_single_cert(chain.clone(), load_key(&config.key)?)
-            .map_err(|error| credential_error(config, error))?;
+            .with_single_cert(chain.clone(), load_key(&entrance.key)?)
+            .map_err(|error| credential_error(&entrance.certificate, error))?;
         let mut client = ClientConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_root_certificates(roots)
-            .with_client_auth_cert(chain, load_key(&config.key)?)
-            .map_err(|error| credential_error(config, error))?;
+            .with_client_auth_cert(chain, load_key(&entrance.key)?)
+            .map_err(|error| credential_error(&entrance.certificate, error))?;
         // Each connection is judged by what is valid now, not by an earlier connection.
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
         client.resumption = Resumption::disabled();
-        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+        Ok(Self { client: Arc::new(client), server: Some(Arc::new(server)) })
+    }
+
+    /// The identity of a host without peers: it trusts no authority, and accepts no connections.
+    fn alone() -> Result<Self, IdentityError> {
+        let client = ClientConfig::builder_with_provider(crypto_provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(IdentityError::Tls)?
+            .with_root_certificates(RootCertStore::empty())
+            .with_no_client_auth();
+        Ok(Self { client: Arc::new(client), server: None })
     }
 }
 
-fn credential_error(config: &AgentConfig, error: Error) -> IdentityError {
+fn credential_error(certificate: &Path, error: Error) -> IdentityError {
     match error {
-        Error::InconsistentKeys(_) => IdentityError::Key(config.certificate.clone()),
+        Error::InconsistentKeys(_) => IdentityError::Key(certificate.to_owned()),
         error => IdentityError::Tls(error),
     }
 }
@@ -109,11 +119,12 @@ fn credential_error(config: &AgentConfig, error: Error) -> IdentityError {
 /// Verifies this host's certificate as its peers will.
 fn check_own_certificate(
     config: &AgentConfig,
+    file: &Path,
     chain: &[CertificateDer<'_>],
     roots: &Arc<RootCertStore>,
     admission: &PeerVerifier,
 ) -> Result<(), IdentityError> {
-    let (path, name) = (config.certificate.clone(), config.name.clone());
+    let (path, name) = (file.to_owned(), config.name.clone());
     let refused = |reason| IdentityError::Certificate { path, name, reason };
     let [own, between @ ..] = chain else { return Err(refused(Error::NoCertificatesPresented)) };
     let as_server =
@@ -142,7 +153,8 @@ pub fn peer_of(certificate: &CertificateDer<'_>, peers: &[HostName]) -> Result<H
     }
 }
 
-/// Accepts clients whose certificates the authority has issued to one of the peers.
+/// Accepts clients whose certificates the authority has issued to one of the peers, or to a client
+/// of the page.
 #[derive(Debug)]
 struct PeerVerifier {
     authority: Arc<dyn ClientCertVerifier>,

@@ -38,15 +38,19 @@ const REVIVE_INTERVAL: Duration = Duration::from_secs(2);
 const NOTES: &str = r#"The configuration, with paths relative to it:
   # this host; its certificate is for this name
   name = "a"
-  # for the peers
+  # for the peers; a host alone needs only its name
   listen = "10.0.0.1:7415"
   certificate = "a.pem"
   # for the owner alone
   key = "a.key"
   # has issued the certificates of all hosts
   authority = "ca.pem"
-  # optional; for Prometheus, on this host only
+  # optional; metrics and a page, on this host only
   metrics = "127.0.0.1:9415"
+  # optional; the page can move and fail over VMs
+  page-actions = true
+  # optional; names in certificates that open the page
+  page-clients = ["ops"]
   # optional; as for firn(1)
   runtime-dir = "/run/firn"
 
@@ -197,8 +201,11 @@ fn check_config(file: &Path) -> Result<(), Failure> {
     let config = load_config(file)?;
     HostIdentity::load(&config)
         .while_doing_as(FailureKind::Usage, format!("can't use {}", file.display()))?;
-    let peers = config.peers.len();
-    print_text(&format!("host {} with {peers} peers, at {}\n", config.name, config.listen))
+    let (name, peers) = (&config.name, config.peers.len());
+    print_text(&match &config.entrance {
+        Some(entrance) => format!("host {name} with {peers} peers, at {}\n", entrance.listen),
+        None => format!("host {name} alone: it has no peers\n"),
+    })
 }
 
 fn bootstrap_server(file: &Path) -> Result<(), Failure> {
@@ -237,7 +244,11 @@ async fn serve_agent(config: AgentConfig, base: RuntimeDir) -> Result<(), Failur
     revive_for_ever(base)?;
     let agent = ready.agent();
     // For a caller that has configured port 0.
-    print_text(&format!("host {} listens at {}\n", agent.config.name, agent.listen))?;
+    let name = &agent.config.name;
+    print_text(&match agent.listen {
+        Some(listen) => format!("host {name} listens at {listen}\n"),
+        None => format!("host {name} runs alone\n"),
+    })?;
     tokio::spawn(reap_children(children));
     tokio::select! {
         () = ready.serve_forever() => Err(Failure::new(FailureKind::Other, "a part of the agent has ended")),

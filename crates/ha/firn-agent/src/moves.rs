@@ -233,21 +233,14 @@ async fn move_all(
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn view(name: &str, state: &str, backup: Option<&str>, lease: Option<u32>) -> VmView {
-        VmView {
-            host: HostName::new("a").unwrap(),
-            name: VmName::new(name).unwrap(),
-            state: state.to_owned(),
-            backup: backup.map(|host| HostName::new(host).unwrap()),
-            protection: None,
-            cluster: None,
-            lease,
-            primary: None,
-            committed: None,
-            advice: None,
-        }
+        let view = json!({ "host": "a", "name": name, "state": state, "backup": backup,
+            "lease": lease });
+        serde_json::from_value(view).unwrap()
     }
 
     #[test]

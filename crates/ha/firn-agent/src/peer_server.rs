@@ -1,4 +1,4 @@
-//! The server for peers: a TLS handshake, then requests.
+//! The server for peers, and for clients of the page: a TLS handshake, then requests.
 //!
 //! A client that has not proved its identity yet costs a socket and a TLS state, for at most 5 s.
 //! At most 64 clients are in that state: when one more connects, the oldest handshake is aborted.
@@ -26,6 +26,8 @@ use tokio_rustls::server::TlsStream;
 use crate::agent::Agent;
 use crate::http::{self, HttpResponse};
 use crate::identity::peer_of;
+use crate::page::access::Entrance;
+use crate::page::routes;
 use crate::rejections::RejectionReason;
 use crate::{clusters, moves, standbys, status, switch, tunnel};
 
@@ -100,7 +102,8 @@ async fn authenticate_peer(
     stream: TcpStream,
 ) -> Result<(HostName, TlsStream<TcpStream>), RejectionReason> {
     tunnel::configure_socket(&stream).map_err(|_| RejectionReason::Protocol)?;
-    let acceptor = TlsAcceptor::from(Arc::clone(&agent.identity.server));
+    let server = agent.identity.server.clone().ok_or(RejectionReason::Protocol)?;
+    let acceptor = TlsAcceptor::from(server);
     let greeted = timeout(HANDSHAKE_WAIT, acceptor.accept(stream).into_fallible()).await;
     let stream = match greeted.map_err(|_| RejectionReason::Slow)? {
         Ok(stream) => stream,
@@ -111,8 +114,8 @@ async fn authenticate_peer(
     };
     let certificates = stream.get_ref().1.peer_certificates().unwrap_or_default();
     let certificate = certificates.first().ok_or(RejectionReason::NoCertificate)?;
-    let peers: Vec<HostName> = agent.config.peers.keys().cloned().collect();
-    let peer = peer_of(certificate, &peers).map_err(|_| RejectionReason::Name)?;
+    let peer =
+        peer_of(certificate, &agent.config.client_names()).map_err(|_| RejectionReason::Name)?;
     Ok((peer, stream))
 }
 
@@ -133,6 +136,12 @@ async fn answer_peer(
     peer: HostName,
     request: Request<Incoming>,
 ) -> HttpResponse {
+    if routes::is_for_page(&request) {
+        return routes::answer_page(agent, Entrance::Certificate, request).await;
+    }
+    if !agent.config.peers.contains_key(&peer) {
+        return http::not_found_response(&request);
+    }
     let path = request.uri().path().to_owned();
     let standby = path.strip_prefix(STANDBYS);
     if let (&Method::POST, Some(network)) = (request.method(), path.strip_prefix(NETWORKS)) {

@@ -39,8 +39,12 @@ pub(crate) async fn list_vms_in_time(agent: Arc<Agent>, peer: HostName) -> Optio
     match timeout(LIST_WAIT, fetch_vms(agent, peer)).await {
         Ok(Ok(vms)) => Some(vms),
         // Its heartbeat reports why it does not answer.
-        other => {
-            tracing::debug!("a host does not list its VMs: {other:?}");
+        Ok(Err(failure)) => {
+            tracing::debug!("a host does not list its VMs: {failure}");
+            None
+        }
+        Err(_) => {
+            tracing::debug!("a host does not list its VMs within {} s", LIST_WAIT.as_secs());
             None
         }
     }
@@ -71,17 +75,25 @@ fn view_vm(agent: &Agent, status: VmStatus) -> VmView {
         }
         _ => agent.clusters.unprotected_reason(&status.name),
     };
+    let cluster = agent.paths.cluster_of(&status.name);
+    let held = |generation| agent.clusters.holds_lease(&status.name, cluster.as_ref(), generation);
+    let lease_held = status.lease.map(held);
     VmView {
         host: agent.config.name.clone(),
         backup: agent.backup_of(&status.name),
-        cluster: agent.paths.cluster_of(&status.name),
+        cluster,
         committed: status.standby.as_ref().map(|standby| standby.committed),
         name: status.name,
         state: status.state,
         protection: status.protection,
         lease: status.lease,
+        lease_held,
         primary,
         advice,
+        network: status.network,
+        checkpoints: status.checkpoints,
+        recoveries: status.recoveries,
+        supervised: status.supervisor_pid.is_some(),
     }
 }
 
@@ -222,17 +234,13 @@ mod tests {
 
     #[test]
     fn a_vm_that_is_seen_to_run_is_not_to_be_failed_over() {
-        let view = |host: &str, state: &str, standby: bool| VmView {
-            host: HostName::new(host).unwrap(),
-            name: VmName::new("web").unwrap(),
-            state: state.to_owned(),
-            backup: None,
-            protection: None,
-            cluster: None,
-            lease: None,
-            primary: standby.then(|| HostName::new("a").unwrap()),
-            committed: standby.then_some(7),
-            advice: standby.then(|| "`firn failover web`".to_owned()),
+        let view = |host: &str, state: &str, standby: bool| -> VmView {
+            let view = match standby {
+                true => json!({ "host": host, "name": "web", "state": state, "primary": "a",
+                    "committed": 7, "advice": "`firn failover web`" }),
+                false => json!({ "host": host, "name": "web", "state": state }),
+            };
+            serde_json::from_value(view).unwrap()
         };
         let mut vms = [view("a", "running", false), view("b", "standby", true)];
         correct_advice(&mut vms);

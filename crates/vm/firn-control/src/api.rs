@@ -8,6 +8,7 @@
 //!     POST /v1/move                 MoveVmRequest -> replies, a line of JSON each
 //!     POST /v1/drain                DrainRequest -> replies, a line of JSON each
 //!     GET  /metrics                 -> text for Prometheus
+//!     GET  /, and /page/...         -> the page, for browsers (firn-agent, page)
 //!     GET  /v1/clusters             -> [StoredCluster]
 //!     POST /v1/clusters             CreateCluster -> StoredCluster
 //!     POST /v1/clusters/NAME/VERB   -> StoredCluster
@@ -27,6 +28,7 @@
 //!     POST /v1/drained              DrainMark -> DrainMark
 //!     POST /v1/keep/NAME            ProtectionOptions -> StoredCluster
 //!     POST /v1/members              bytes -> bytes (firn-membership)
+//!     GET  /, and /page/...         -> the page; also for clients that may do nothing else
 //! ```
 //!
 //! A failure is answered by a status of 400 or more and a [`Failure`] as JSON. `protect`, `move` and
@@ -49,7 +51,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use firn_supervisor::{NetworkName, ProtectionStatus, VmName};
+use firn_supervisor::{CardStatus, CheckpointTally, NetworkName, ProtectionStatus, VmName};
 use serde::{Deserialize, Serialize};
 
 use crate::health::HostHealth;
@@ -258,8 +260,9 @@ pub struct HeartbeatAnswer {
 pub struct AgentStatus {
     /// The host of that agent.
     pub host: HostName,
-    /// The address at which it listens.
-    pub listen: SocketAddr,
+    /// The address at which it listens for its peers, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listen: Option<SocketAddr>,
     /// The other hosts.
     pub peers: Vec<PeerView>,
     /// The VMs of all hosts that answer.
@@ -317,6 +320,9 @@ pub struct VmView {
     /// The generation whose lease its frames obey, if they obey one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
+    /// Whether its host holds that lease now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease_held: Option<bool>,
     /// Of a standby: the host that its primary runs on, if the agent has started it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub primary: Option<HostName>,
@@ -326,6 +332,18 @@ pub struct VmView {
     /// Advice to its owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
+    /// Its network cards whose frames pass through Firn.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub network: Vec<CardStatus>,
+    /// Its checkpoints, if there are any.
+    #[serde(default, skip_serializing_if = "CheckpointTally::is_empty")]
+    pub checkpoints: CheckpointTally,
+    /// How often a successor has taken over from a dead supervisor.
+    #[serde(default)]
+    pub recoveries: u32,
+    /// Whether its supervisor answers.
+    #[serde(default)]
+    pub supervised: bool,
 }
 
 /// A network, as its switch at this host has it.

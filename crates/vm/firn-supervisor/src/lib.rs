@@ -75,6 +75,7 @@ pub use processes::runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
 pub use processes::spawn::{GUARD, HOLD_TEMPLATE, RECOVER, SUPERVISE, WATCHER};
 pub use processes::state_dir::spool_dir;
 pub use processes::store_program::StoreProgram;
+pub use records::checkpoint_tally::{CheckpointFailure, CheckpointNote, CheckpointTally};
 pub use records::control_protocol::{
     FailoverMember, FailoverRequest, MemberCard, MemberRequest, OperationProgress, ProtectRequest,
     RestoreDisks, RestoreOutage, RestoreProgress, SaveChoices, SaveDisks, SaveRequest, StopRequest,

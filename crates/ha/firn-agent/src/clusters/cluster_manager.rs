@@ -84,6 +84,21 @@ impl ClusterManager {
         }
     }
 
+    /// Whether this host holds the lease of a VM that runs here, alone or in a cluster.
+    pub(crate) fn holds_lease(
+        &self,
+        vm: &VmName,
+        cluster: Option<&VmName>,
+        generation: u32,
+    ) -> bool {
+        let unit = match cluster {
+            Some(cluster) => FailoverUnit::Cluster(cluster.clone()),
+            None => FailoverUnit::Vm(vm.clone()),
+        };
+        let member = lock_mutex(&self.reconcilers).get(&unit).map(|it| Arc::clone(&it.member));
+        member.is_some_and(|member| member.may_send_in(Generation(generation)))
+    }
+
     /// Returns the access to membership: `None` without membership, or before this host has joined.
     pub(super) fn local_node(&self) -> Option<LocalNode> {
         self.local_node.get().cloned()

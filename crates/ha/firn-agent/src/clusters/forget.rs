@@ -45,7 +45,9 @@ pub(super) async fn forget_record(
         let hosts = check_hosts_gone(agent, &record, &leases, &names).await?;
         let ended = change_record(&*members, &cluster, known.revision, &record.to_ended()).await;
         if ended.map_err(membership_failure)? {
-            tracing::warn!("{name} is forgotten: {hosts:?}");
+            let grounds: Vec<String> =
+                hosts.iter().map(|(host, why)| format!("host {host} {why}")).collect();
+            tracing::warn!("{name} is forgotten: {}", grounds.join("; "));
             release::load_current(agent, &mut sole, name).await?;
             agent.clusters.forget_failures(name);
             return Ok(ForgottenRecord {

@@ -86,10 +86,20 @@ async fn run_standby(
         _ => Ok(None),
     });
     if let Some(facts) = run.await? {
-        tracing::warn!("{vm} runs here now, generation {}: {facts}", generation.0);
+        let from = describe_start(&facts);
+        tracing::warn!("{vm} runs here now{from}: generation {} has begun", generation.0);
         lock_mutex(&agent.clusters.failover_facts).insert(vm.clone(), facts);
     }
     Ok(())
+}
+
+/// From where a standby has continued, as far as its supervisor reports that.
+pub(super) fn describe_start(facts: &serde_json::Value) -> String {
+    match (facts["epoch"].as_u64(), facts["took_ms"].as_f64()) {
+        (Some(epoch), Some(ms)) => format!(", from epoch {epoch}, after {ms:.0} ms"),
+        (Some(epoch), None) => format!(", from epoch {epoch}"),
+        _ => String::new(),
+    }
 }
 
 /// Ends a VM that obeys a lease of this generation or of an older one; returns when it has ended. A

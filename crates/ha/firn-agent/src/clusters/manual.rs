@@ -124,9 +124,11 @@ impl ManualFailover<'_> {
                 let generation = register.generation.0;
                 let next = ClusterRecord { register, ..record };
                 if change_record(&**members, &cluster, known.revision, &next).await? {
-                    tracing::warn!(
-                        "{vm} is failed over by hand: generation {generation}, {dead:?} declared dead"
-                    );
+                    let dead = match &self.wanted.dead {
+                        Some(host) => format!(", and host {host} is declared dead"),
+                        None => String::new(),
+                    };
+                    tracing::warn!("{vm} is failed over by hand: generation {generation}{dead}");
                 }
                 Ok(None)
             }

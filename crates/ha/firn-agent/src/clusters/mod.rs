@@ -39,6 +39,7 @@
 //! Without `[membership]` there is no record and no lease: the user who requests a failover knows
 //! that the primaries are gone.
 
+mod action_text;
 pub(crate) mod adoption;
 mod ask_vms;
 mod checkpoint_task;

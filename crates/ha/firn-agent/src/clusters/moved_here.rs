@@ -18,6 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use super::cluster_manager::lock_mutex;
 use super::failover_unit::FailoverUnit;
+use super::host_actions::describe_start;
 use super::membership_access::{local_node, membership_failure, record_name};
 use super::reconciler::ensure_reconciler;
 use crate::agent::Agent;
@@ -41,9 +42,12 @@ pub(super) async fn run_moved_vm(
     check_request(agent, peer, vm, wanted, &member).await?;
     firn_fault::pass_point("move.asked");
     let (name, generation) = (vm.clone(), wanted.generation);
-    let facts = agent.run_blocking(move |vms| vms.fail_over_vm(&name, generation)).await?;
+    agent.observations.begin_move(vm);
+    let facts = agent.run_blocking(move |vms| vms.fail_over_vm(&name, generation)).await;
+    let facts = facts.inspect_err(|_| agent.observations.end_move(vm))?;
     firn_fault::pass_point("move.ran");
-    tracing::warn!("{vm} is moved here from host {peer}, generation {generation}: {facts}");
+    let from = describe_start(&facts);
+    tracing::warn!("{vm} is moved here from host {peer}{from}: generation {generation} begins");
     Ok(facts)
 }
 

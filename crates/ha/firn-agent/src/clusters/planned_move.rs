@@ -243,7 +243,11 @@ impl<'a> PlannedMove<'a> {
         match members.change_record(&self.cluster, self.known.revision, &next).await {
             Ok(ChangeResult::Done(_)) => Ok(()),
             other => {
-                tracing::warn!("the record of {} may not name {}: {other:?}", self.vm, self.to);
+                let why = match other {
+                    Err(trouble) => trouble.to_string(),
+                    Ok(_) => "it has changed meanwhile".to_owned(),
+                };
+                tracing::warn!("the record of {} may not name host {}: {why}", self.vm, self.to);
                 match self.call_off().await {
                     true => Err(not_ready(&self.vm, "its record has changed meanwhile")),
                     false => Ok(()),

@@ -22,6 +22,7 @@ use firn_membership::{ClusterMember, ClusterRecord, MembershipError, RecordView}
 use firn_supervisor::{Failure, MemberRequest, SupervisorRequest, VmName};
 use tokio::time::{Instant, sleep};
 
+use super::action_text::describe_action;
 use super::cluster_lock::ClusterLock;
 use super::cluster_manager::{LocalNode, POLLS_PER_LEASE, RunningReconciler, lock_mutex};
 use super::failover_unit::FailoverUnit;
@@ -142,7 +143,7 @@ impl Reconciler<'_> {
         let mine = mine.map(|(host, _)| *host).collect();
         let action = plan_action(self.node.host, &mine, &record.register, &leases, &here);
         if action != self.before {
-            tracing::info!("{unit}: {action:?}, for {here:?}");
+            tracing::info!("{unit}: {}", describe_action(&action, &names));
             self.planned_since = Instant::now();
         }
         let before = std::mem::replace(&mut self.before, action.clone());

@@ -17,6 +17,7 @@ pub(crate) mod options;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use firn_cluster::HostId;
 use firn_control::HostName;
@@ -43,6 +44,23 @@ struct MembershipBackend {
     options: MembershipOptions,
     members: Arc<dyn MembershipStore>,
     server: Option<Arc<RaftServer>>,
+}
+
+/// Whether the store of records answers, as metrics and the page show it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MembershipHealth {
+    /// The host that leads, if there is one.
+    pub leader: Option<String>,
+    /// Why the store does not answer, if it does not.
+    pub trouble: Option<String>,
+}
+
+impl MembershipHealth {
+    /// The health of a store that has not answered for this time.
+    pub(crate) fn silent(wait: Duration) -> Self {
+        let trouble = format!("no answer within {} s", wait.as_secs());
+        Self { leader: None, trouble: Some(trouble) }
+    }
 }
 
 /// Makes this host a server of a new cluster; returns the names of the servers.
@@ -116,6 +134,15 @@ impl MembershipService {
         if let Some(server) = self.0.as_ref().and_then(|part| part.server.as_ref()) {
             server.replace_leader(host.as_str()).await;
         }
+    }
+
+    /// Asks the store for the leader; `None` if this host takes part in no membership.
+    pub(crate) async fn check_health(&self) -> Option<MembershipHealth> {
+        let part = self.0.as_ref()?;
+        Some(match part.members.current_leader().await {
+            Ok(leader) => MembershipHealth { leader, trouble: None },
+            Err(trouble) => MembershipHealth { leader: None, trouble: Some(trouble.to_string()) },
+        })
     }
 
     /// The state of membership as the agent reports it.

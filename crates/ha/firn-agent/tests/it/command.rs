@@ -243,6 +243,48 @@ fn an_agent_ends_at_sigterm_and_leaves_no_file() {
     assert!(!dir.path().join("run/.agent/agent.sock").exists());
 }
 
+/// A host without peers needs no certificate, and has metrics and a page.
+#[test]
+fn an_agent_alone_serves_metrics_of_its_vms() {
+    let (dir, metrics) = (tempfile::tempdir().unwrap(), free_address());
+    let file = dir.path().join("agent.toml");
+    let text = format!("name = \"a\"\nmetrics = \"{metrics}\"\nruntime-dir = \"run\"\n");
+    std::fs::write(&file, text).unwrap();
+    assert!(check(&file).status.success());
+    let mut command = agent(&["run", file.to_str().unwrap()]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "host a runs alone\n");
+    let journal = r#"{ "version": 2, "name": "ci", "phase": { "phase": "detached" }, "recoveries": 3,
+        "checkpoints": { "saved": 4, "failed": 1, "newest": [
+          { "at": 1, "image": "/i/4.firn", "image_bytes": 4096 } ] } }"#;
+    let vm = dir.path().join("run/ci");
+    std::fs::create_dir(&vm).unwrap();
+    std::fs::write(vm.join("journal.json"), journal).unwrap();
+    let told = |path: &str| {
+        let mut stream = TcpStream::connect(metrics).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            .unwrap();
+        let mut told = String::new();
+        stream.read_to_string(&mut told).unwrap();
+        told
+    };
+    let text = told("/metrics");
+    for line in [
+        "firn_vm_state{vm=\"ci\",state=\"detached\"} 1.0",
+        "firn_checkpoints_total{vm=\"ci\"} 4",
+        "firn_checkpoint_failures_total{vm=\"ci\"} 1",
+        "firn_checkpoint_size_bytes{vm=\"ci\"} 4096.0",
+        "firn_supervisor_restarts_total{vm=\"ci\"} 3",
+    ] {
+        assert!(text.lines().any(|it| it == line), "{line} is not in {text}");
+    }
+    assert!(told("/").contains("/i/4.firn"));
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
 #[test]
 fn every_shell_gets_a_script() {
     for shell in ["bash", "zsh", "fish"] {

@@ -293,7 +293,7 @@ fn the_socket_for_commands_has_bounds_too() {
     let post = |body: &str| {
         let length = body.len();
         ask(&format!(
-            "POST /v1/protect HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
+            "POST /v1/protect HTTP/1.1\r\nhost: agent\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
         ))
     };
     assert!(post("{}").contains("missing field"));
@@ -304,7 +304,7 @@ fn the_socket_for_commands_has_bounds_too() {
     // A body that never arrives.
     let since = Instant::now();
     let slow = ask(
-        "POST /v1/protect HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 9\r\n\r\n",
+        "POST /v1/protect HTTP/1.1\r\nhost: agent\r\nconnection: close\r\ncontent-length: 9\r\n\r\n",
     );
     assert!(slow.contains("does not come to its end"), "{slow}");
     assert!(since.elapsed() < Duration::from_secs(30));

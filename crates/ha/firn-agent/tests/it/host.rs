@@ -233,7 +233,7 @@ impl Host {
         let runtime = Runtime::new().unwrap();
         let ready = PreparedAgent::new(config, AgentPaths::new(base.clone()), vms, times);
         let ready = runtime.block_on(ready)?;
-        let listen = ready.agent().listen;
+        let listen = ready.agent().listen.unwrap();
         runtime.spawn(ready.serve_forever());
         Ok(Self { dir, base, listen, ends, runtime: Some(runtime) })
     }

@@ -1,11 +1,11 @@
-//! Chromium without a screen: shows a page at a width, in light or in dark.
+//! Chromium without a screen: shows a page at a width, in light or in dark. The tests of other pages
+//! use this file as well.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
 
-const PROBE: &str = include_str!("probe.js");
 const HEIGHT: u32 = 4200;
 /// Chromium makes no smaller windows, so the page is shown in a frame of its width.
 const WINDOW_WIDTH_MIN: u32 = 500;
@@ -21,16 +21,18 @@ pub struct View {
 pub struct Browser<'a> {
     dir: &'a Path,
     page: &'a str,
+    probe: &'a str,
 }
 
 impl<'a> Browser<'a> {
-    pub fn new(dir: &'a Path, page: &'a str) -> Self {
-        Self { dir, page }
+    /// Shows a page. The script `probe` measures it, and appends its results to the document around it.
+    pub fn new(dir: &'a Path, page: &'a str, probe: &'a str) -> Self {
+        Self { dir, page, probe }
     }
 
-    /// The measurements of `probe.js`.
+    /// The measurements of the probe.
     pub fn measure(&self, view: View) -> Value {
-        let page = self.page.replace("</body>", &format!("<script>{PROBE}</script></body>"));
+        let page = self.page.replace("</body>", &format!("<script>{}</script></body>", self.probe));
         let file = self.write_framed(&page, view);
         let output = self.command(view).arg("--dump-dom").arg(file).output().unwrap();
         let dom = String::from_utf8(output.stdout).unwrap();
@@ -73,6 +75,8 @@ impl<'a> Browser<'a> {
         let mut command = Command::new(program);
         command
             .args(["--headless", "--no-sandbox", "--disable-gpu"])
+            // A script may wait for something before it measures.
+            .arg("--virtual-time-budget=10000")
             .arg(format!("--window-size={},{HEIGHT}", view.width.max(WINDOW_WIDTH_MIN)))
             .arg(format!("--blink-settings=preferredColorScheme={scheme}"))
             .arg(format!("--user-data-dir={}", self.dir.join("profile").display()));

@@ -38,7 +38,7 @@ fn the_page_shows_the_values_of_the_records() {
     let dir = tempfile::tempdir().unwrap();
     let page = render_page(&runs);
     for view in views() {
-        let browser = Browser::new(dir.path(), &page);
+        let browser = Browser::new(dir.path(), &page, include_str!("probe.js"));
         let found = browser.measure(view);
         if let Some(pictures) = std::env::var_os("FIRN_REPORT_PICTURES") {
             browser.take_screenshot(view, Path::new(&pictures));

@@ -285,7 +285,11 @@ impl EventLoop {
 
     fn restart_guard(&mut self, role: ProcessRole) -> io::Result<()> {
         let pause = self.restarts.entry(role).or_default().next_delay(Instant::now());
-        tracing::warn!("the {role:?} has died: starting another one after {pause:?}");
+        let when = match pause {
+            Duration::ZERO => "at once".to_owned(),
+            pause => format!("in {} s", pause.as_secs()),
+        };
+        tracing::warn!("the {} has died: another one starts {when}", role.as_word());
         match pause {
             Duration::ZERO => self.start_guard(role),
             pause => event_sources::delay_guard(role, pause, self.sender.clone()),

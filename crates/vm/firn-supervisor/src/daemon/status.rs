@@ -11,6 +11,7 @@ use crate::devices::network::CardStatus;
 use crate::hypervisor::memory_use::MemoryUse;
 use crate::operations::protection::ProtectionStatus;
 use crate::operations::standby::takeover::StandbyStatus;
+use crate::records::checkpoint_tally::CheckpointTally;
 use crate::records::control_protocol::{OperationProgress, RestoreOutage};
 use crate::records::family::FamilyRecord;
 use crate::records::journal::{Journal, JournalResult, VmPhase};
@@ -62,6 +63,9 @@ pub struct VmStatus {
     pub last: Option<JournalResult>,
     /// How often a successor has taken over from a dead supervisor.
     pub recoveries: u32,
+    /// Its checkpoints, if there are any.
+    #[serde(default, skip_serializing_if = "CheckpointTally::is_empty")]
+    pub checkpoints: CheckpointTally,
     /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection: Option<ProtectionStatus>,
@@ -167,6 +171,7 @@ impl VmStatus {
             overlays: overlays_left(journal),
             last: journal.last.clone(),
             recoveries: journal.recoveries,
+            checkpoints: journal.checkpoints.clone(),
             protection: None,
             standby: None,
             protection_end: journal.protection_end.clone(),

@@ -171,7 +171,8 @@ fn late_failure(time_limit: Duration) -> Failure {
 fn wait_for_cut(is_done: &Receiver<()>, time_limit: Duration, is_late: &AtomicBool) {
     if is_done.recv_timeout(time_limit) == Err(RecvTimeoutError::Timeout) {
         is_late.store(true, Ordering::SeqCst);
-        tracing::warn!("the guest is thawed: the cut was not made within {time_limit:?}");
+        let seconds = time_limit.as_secs_f64();
+        tracing::warn!("the guest is thawed: the cut was not made within {seconds} s");
     }
 }
 

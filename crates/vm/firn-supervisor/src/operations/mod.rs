@@ -3,6 +3,7 @@
 pub(crate) mod access_scan;
 pub(crate) mod auxiliary;
 pub(crate) mod calls;
+pub(crate) mod commit_lag;
 pub(crate) mod dirty_tracking;
 pub(crate) mod domain_restore;
 pub(crate) mod family;

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
 use firn_cluster::member::NicEpoch;
@@ -25,6 +25,7 @@ use crate::devices::network::VmNetwork;
 use crate::devices::served_disks::ServedDisks;
 use crate::hypervisor::inspection;
 use crate::hypervisor::qemu;
+use crate::operations::commit_lag::CommitLag;
 use crate::operations::protection_end::{EndEvidence, decide_end};
 use crate::processes::identity::ProcessHandle;
 use crate::records::control_protocol::{OperationProgress, ProtectRequest};
@@ -55,6 +56,13 @@ pub struct ProtectionStatus {
     pub committed: u64,
     /// The length of the pause for an epoch, in milliseconds.
     pub downtime_ms: Percentiles,
+    /// The length of the newest pause, in milliseconds.
+    #[serde(default)]
+    pub newest_downtime_ms: f64,
+    /// The age of the newest committed epoch, counted from its cut, in milliseconds: so much a
+    /// failover would undo. Absent before there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lag_ms: Option<f64>,
     /// Pages copied in a pause.
     pub copied_pages: Percentiles,
     /// Pages sent for an epoch.
@@ -79,6 +87,7 @@ struct ProtectionTally {
     downtime_ms: NewestValues,
     copied: NewestValues,
     sent: NewestValues,
+    lag: CommitLag,
 }
 
 impl ProtectionTally {
@@ -92,6 +101,8 @@ impl ProtectionTally {
             | ProtectionEvent::Committed(_) => {}
             ProtectionEvent::Cut(CutMeasurements { epoch, downtime_ms, copied, .. }) => {
                 self.now.epoch = epoch.0;
+                self.now.newest_downtime_ms = downtime_ms;
+                self.lag.add_cut(epoch.0, Instant::now());
                 self.downtime_ms.push_value(downtime_ms);
                 self.copied.push_value(copied as f64);
             }
@@ -102,6 +113,7 @@ impl ProtectionTally {
             ProtectionEvent::Progress(progress) => {
                 self.now.complete = progress.complete.0;
                 self.now.committed = progress.committed.0;
+                self.lag.commit_epoch(progress.committed.0);
             }
             ProtectionEvent::Trouble(trouble) => self.now.trouble = trouble,
             ProtectionEvent::Prediction(counts) => {
@@ -261,6 +273,7 @@ impl VmProtection {
         let tally = self.lock_tally();
         tally.as_ref().map(|tally| ProtectionStatus {
             downtime_ms: tally.downtime_ms.percentiles(),
+            lag_ms: tally.lag.age_at(Instant::now()).map(to_ms),
             copied_pages: tally.copied.percentiles(),
             sent_pages: tally.sent.percentiles(),
             ..tally.now.clone()
@@ -426,6 +439,11 @@ fn attach_guest(
     let memory = qemu::open_memory(hypervisor_record.process.pid, &layout)?;
     ProtectedGuest::attach(vm, memory.process, memory.guest, layout.aux, disks, Box::new(witness))
         .map_err(|error| primary_failure(&error.into()))
+}
+
+/// Milliseconds, to a microsecond.
+fn to_ms(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
 fn primary_failure(error: &ProtectionError) -> Failure {

@@ -44,6 +44,7 @@ use crate::operations::vm_checks::CheckedVm;
 use crate::processes::identity::ProcessHandle;
 use crate::processes::runtime::VmDir;
 use crate::processes::state_dir::StateDir;
+use crate::records::checkpoint_tally::CheckpointNote;
 use crate::records::control_protocol::{
     MemberRequest, OperationProgress, ProtectRequest, SaveChoices, SaveRequest, StopRequest,
 };
@@ -88,11 +89,13 @@ impl VmOperations for QemuOperations {
             facts["tries"] = number.into();
             Ok(facts)
         });
-        match self.image_upload(request, (cancel, progress)) {
+        let saved = match self.image_upload(request, (cancel, progress)) {
             Some(upload) if !then_stop && saved.is_ok() => upload.send_checkpoint(saved?),
             Some(_) => saved.inspect_err(|_| image_upload::remove_spool_directory(&request.image)),
             None => saved,
-        }
+        };
+        self.count_checkpoint(&saved);
+        saved
     }
 
     fn merge_layers(
@@ -705,6 +708,18 @@ impl QemuOperations {
         let (journal, hypervisor) = (&*self.journal, &*self.hypervisor);
         let store = request.store.as_ref()?;
         Some(ImageSender { journal, hypervisor, request, store, cancel, progress })
+    }
+
+    /// Counts a checkpoint, for metrics. The checkpoint is what it is if that can't be written.
+    fn count_checkpoint(&self, saved: &Result<serde_json::Value, Failure>) {
+        let at = unix_seconds();
+        let counted = self.journal.update(|journal| match saved {
+            Ok(facts) => journal.checkpoints.add_saved(CheckpointNote::from_facts(at, facts)),
+            Err(failure) => journal.checkpoints.add_failed(at, &failure.to_string()),
+        });
+        if let Err(error) = counted {
+            tracing::warn!("a checkpoint is not counted: {error}");
+        }
     }
 
     /// Records the result of a save. A suspend stays in the journal until the VM has ended.

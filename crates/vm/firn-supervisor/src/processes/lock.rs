@@ -26,6 +26,15 @@ pub enum ProcessRole {
 }
 
 impl ProcessRole {
+    /// The role as a word.
+    pub(crate) fn as_word(self) -> &'static str {
+        match self {
+            Self::Supervisor => "supervisor",
+            Self::Guard => "guard",
+            Self::Watcher => "watcher",
+        }
+    }
+
     fn lock_file(self, dir: &Path) -> PathBuf {
         dir.join(match self {
             Self::Supervisor => "supervisor.lock",

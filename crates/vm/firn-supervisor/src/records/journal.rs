@@ -35,6 +35,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::processes::identity::ProcessIdentity;
+use crate::records::checkpoint_tally::CheckpointTally;
 use crate::records::device_records::{CardFilter, DriveSnapshot, NetworkCard, ServedDisk};
 use crate::records::failure::Failure;
 use crate::records::family::FamilyRecord;
@@ -138,6 +139,9 @@ pub struct Journal {
     /// Its hypervisor did not answer the last query.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hung: bool,
+    /// Its checkpoints.
+    #[serde(default, skip_serializing_if = "CheckpointTally::is_empty")]
+    pub checkpoints: CheckpointTally,
 }
 
 /// A hypervisor process that runs a VM.
@@ -362,6 +366,7 @@ impl Journal {
             family: None,
             frozen: false,
             hung: false,
+            checkpoints: CheckpointTally::default(),
         }
     }
 

@@ -1,6 +1,7 @@
 //! What the supervisor stores and sends, as plain data: the journal, an image's description of its VM,
 //! requests and replies, failures, names. Nothing here does anything to a VM.
 
+pub(crate) mod checkpoint_tally;
 pub(crate) mod control_protocol;
 pub(crate) mod cpu;
 pub(crate) mod device_records;

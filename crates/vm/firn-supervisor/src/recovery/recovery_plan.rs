@@ -104,6 +104,34 @@ pub enum RecoveryAction {
     },
 }
 
+impl RecoveryAction {
+    /// The action as a part of a sentence, for the log.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Self::Over => "the VM is over".to_owned(),
+            Self::Forget { .. } => "the VM never ran, and is forgotten".to_owned(),
+            Self::StayDetached => "the VM stays detached".to_owned(),
+            Self::RecordEnd { .. } => "the VM has ended meanwhile".to_owned(),
+            Self::GoOn => "no operation was running".to_owned(),
+            Self::AbortSave { unfinished, .. } => {
+                format!("the checkpoint to {} is aborted", unfinished.display())
+            }
+            Self::FinishSave { image, stop: false, .. } => {
+                format!("the checkpoint {} is whole", image.display())
+            }
+            Self::FinishSave { image, stop: true, .. } => {
+                format!("the VM is suspended to {}, and ends", image.display())
+            }
+            Self::EndMerge { .. } => "the merge of disk layers is ended".to_owned(),
+            Self::EndProtection { .. } => "the VM is not protected any more".to_owned(),
+            Self::FinishFailover => "the failover is finished".to_owned(),
+            Self::ServeOn { image, mode, .. } => {
+                format!("memory is loaded from {} ({mode})", image.display())
+            }
+        }
+    }
+}
+
 /// Decides what a successor does.
 pub fn decide_recovery(journal: &Journal, remains: SurvivingParts) -> RecoveryAction {
     let launched = journal

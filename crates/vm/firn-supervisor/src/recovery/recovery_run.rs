@@ -24,6 +24,7 @@ use crate::operations::vm_start::StartedVm;
 use crate::processes::identity::{self, ProcessHandle, ProcessIdentity};
 use crate::processes::ownership::QemuOwnership;
 use crate::processes::runtime::VmDir;
+use crate::records::checkpoint_tally::CheckpointNote;
 use crate::records::control_protocol::StopRequest;
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{HypervisorRecord, Journal, JournalFile, VmPhase, unix_seconds};
@@ -49,7 +50,7 @@ pub(crate) fn take_over(
         image_whole: journal.is_image_complete(),
     };
     let recovery = decide_recovery(&journal, remains);
-    tracing::warn!("taking over from a dead supervisor: {recovery:?}");
+    tracing::warn!("taking over from a dead supervisor: {}", recovery.describe());
     journal.recoveries += 1;
     // A client that wanted the VM to end has learned that it did not.
     journal.discard &= hypervisor.is_none();
@@ -59,7 +60,7 @@ pub(crate) fn take_over(
     let recoverer = RecoveryRun { vm, journal: Arc::new(journal), files };
     let found = recoverer.perform_recovery(recovery, hypervisor)?;
     found.iter().for_each(|(journal, _)| thaw_guest(journal));
-    tracing::info!("taken over within {:?}", since.elapsed());
+    tracing::info!("taken over within {:.1} ms", since.elapsed().as_secs_f64() * 1e3);
     Ok(found)
 }
 
@@ -267,7 +268,10 @@ impl RecoveryRun<'_> {
             "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
             unfinished.display()
         );
-        self.record_running(|journal| journal.record_failure(text))
+        self.record_running(|journal| {
+            journal.checkpoints.add_failed(unix_seconds(), &text);
+            journal.record_failure(text);
+        })
     }
 
     /// Ends a protection. A pause within the hypervisor ends by itself, and a VM that was stopped
@@ -341,8 +345,14 @@ impl RecoveryRun<'_> {
         self.record_running(|journal| {
             disk_snapshots::hand_over_files(journal);
             match unsent {
-                Some(text) => journal.record_failure(text),
-                None => journal.record_success(text),
+                Some(text) => {
+                    journal.checkpoints.add_failed(unix_seconds(), &text);
+                    journal.record_failure(text);
+                }
+                None => {
+                    journal.checkpoints.add_saved(CheckpointNote::new(unix_seconds(), image));
+                    journal.record_success(text);
+                }
             }
         })
     }

@@ -64,7 +64,8 @@ fn describe_cluster(cluster: &AgentStatus) -> String {
 
 fn host_rows(cluster: &AgentStatus) -> Vec<Vec<String>> {
     let heading = ["HOST", "STATE", "SINCE", "ROUND TRIP", "ADDRESS"].map(str::to_owned).to_vec();
-    let (host, listen) = (cluster.host.to_string(), cluster.listen.to_string());
+    let host = cluster.host.to_string();
+    let listen = cluster.listen.map_or_else(|| "-".to_owned(), |listen| listen.to_string());
     let own = vec![host, "this host".to_owned(), "-".to_owned(), "-".to_owned(), listen];
     [heading, own].into_iter().chain(cluster.peers.iter().map(host_row)).collect()
 }
