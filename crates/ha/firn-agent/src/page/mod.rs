@@ -14,7 +14,7 @@
 //! ```
 //!
 //! Acting is off unless the configuration has `page-actions = true`. An action needs a token that
-//! only the page has, and so no other site can have a browser send one ([`access`]).
+//! only the page has, and so no other site can have a browser send one (`access`).
 //!
 //! | file | task |
 //! |---|---|
