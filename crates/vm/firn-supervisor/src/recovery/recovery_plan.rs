@@ -123,7 +123,10 @@ impl RecoveryAction {
                 format!("the VM is suspended to {}, and ends", image.display())
             }
             Self::EndMerge { .. } => "the merge of disk layers is ended".to_owned(),
-            Self::EndProtection { .. } => "the VM is not protected any more".to_owned(),
+            Self::EndProtection { cont: true } => {
+                "the VM is not protected any more, and is resumed".to_owned()
+            }
+            Self::EndProtection { cont: false } => "the VM is not protected any more".to_owned(),
             Self::FinishFailover => "the failover is finished".to_owned(),
             Self::ServeOn { image, mode, .. } => {
                 format!("memory is loaded from {} ({mode})", image.display())

@@ -356,7 +356,7 @@ fn a_vm_paused_by_command_is_resumed_after_the_supervisor_dies() {
     let before = writes(&mut control);
     eventually("writers go on", PATIENCE, || writes(&mut control) > before);
     let log = std::fs::read_to_string(vm.session.runtime_dir().join("web/log")).unwrap();
-    assert!(log.contains("EndProtection { cont: true }"), "it was held: {log}");
+    assert!(log.contains("not protected any more, and is resumed"), "it was held: {log}");
 }
 
 /// A failover whose supervisor dies: once the VM's state is in place a successor runs it, before that it is said to be lost.
