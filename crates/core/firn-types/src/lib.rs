@@ -1,4 +1,5 @@
-//! The basic types of Firn: pages, memory blocks, addresses, thread and vCPU numbers, RAM regions.
+//! The basic types of Firn: pages, memory blocks, addresses, thread and vCPU numbers, RAM regions, and the
+//! limit that a user sets to the bandwidth of a save or restore.
 //!
 //! Every other crate describes guest memory with these types, so that a page number is never
 //! mistaken for an address, and a host address never for a guest address. Nothing here does I/O.
@@ -16,11 +17,13 @@
 //! no memory block spans two of them.
 
 mod address;
+mod bandwidth_limit;
 mod block;
 mod region;
 mod text;
 
 pub use address::{GuestPhys, HostVirt, PAGE_SIZE, Page, ThreadId, VcpuId};
+pub use bandwidth_limit::BandwidthLimit;
 pub use block::{Block, BlockSize, BlockSizeError};
 pub use region::{GuestSpan, REGION_ALIGN, RamRegion, RegionMap, RegionMapError};
 pub use text::{is_shown, make_printable, make_printable_lines};

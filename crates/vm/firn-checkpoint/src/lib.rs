@@ -15,7 +15,7 @@
 //! | `discards` | what a guest gives back during a save, and whether it was lost |
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
-//! | `order`, `spaces`, `sweep_throttle`, `bandwidth_limit`, `sweep`, `stop_and_copy` | what the sweep copies, in which order, how fast |
+//! | `order`, `spaces`, `sweep_throttle`, `sweep`, `stop_and_copy` | what the sweep copies, in which order, how fast |
 //! | `pre_copy` | copying in rounds, and what was written since the last checkpoint |
 //! | `access_bits` | which pages the guest used before a suspend, after which nothing runs that could be traced |
 //! | `pipeline` | compressing, packing, writing |
@@ -25,7 +25,6 @@
 
 mod access_bits;
 mod auxiliary;
-mod bandwidth_limit;
 mod buffers;
 mod context;
 mod cut;

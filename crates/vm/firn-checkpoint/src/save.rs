@@ -22,10 +22,9 @@ use std::time::{Duration, Instant};
 
 use firn_image::{BlockOrganization, Geometry, ImageDraft, ImageError, ImageSections, ImageWriter};
 use firn_memory::scheduling;
-use firn_types::{Block, GuestPhys, ThreadId};
+use firn_types::{BandwidthLimit, Block, GuestPhys, ThreadId};
 use firn_vmm::CopyError;
 
-use crate::bandwidth_limit::BandwidthLimit;
 use crate::context::{CopiedMemory, DescribeVm, SaveContext, SavedState};
 use crate::cut::{CutState, PreparedPause};
 use crate::discards::DiscardCheck;

@@ -8,9 +8,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use firn_types::Block;
+use firn_types::{BandwidthLimit, Block};
 
-use crate::bandwidth_limit::BandwidthLimit;
 use crate::cut::SaveSteps;
 use crate::error::SaveError;
 use crate::lane::PackingLane;

@@ -9,6 +9,7 @@
 use std::time::{Duration, Instant};
 
 use firn_fault::pass_point;
+use firn_types::BandwidthLimit;
 
 use crate::error::RestoreError;
 use crate::image_bytes::UnitBytes;
@@ -80,6 +81,7 @@ pub(crate) fn run_reader(shared: &SharedRestore, role: ThreadRole) {
         (BlockInstaller::new(shared, InstallerRole::Helper), StorageReads::of_this_thread());
     let mut reader =
         ReaderThread { shared, hands, storage, is_cached: false, written: Duration::ZERO };
+    let mut limit = BandwidthLimit::new(shared.options.bandwidth, shared.now(), 0);
     let mut inner = shared.lock_state();
     while !shared.is_over() {
         let now = shared.now();
@@ -89,7 +91,9 @@ pub(crate) fn run_reader(shared: &SharedRestore, role: ThreadRole) {
             inner = shared.lock_state();
             continue;
         }
-        let take = inner.server.take_read(now, role == ThreadRole::Filler);
+        let limited = limit.next_wait(inner.read_bytes, now);
+        let may_fill = role == ThreadRole::Filler && limited.is_zero();
+        let take = inner.server.take_read(now, may_fill);
         if inner.server.has_installs() && take == ReadDecision::Idle {
             shared.wake_threads(inner, ThreadWakeups { workers: true, ..ThreadWakeups::default() });
             inner = shared.lock_state();
@@ -105,6 +109,7 @@ pub(crate) fn run_reader(shared: &SharedRestore, role: ThreadRole) {
                 continue;
             }
             ReadDecision::At(then) => Some(then),
+            ReadDecision::Idle if !limited.is_zero() => Some(now + limited),
             ReadDecision::Idle => None,
         };
         inner = match role {
@@ -173,6 +178,7 @@ impl<'a> ReaderThread<'a> {
         }
         let extent = self.shared.storage.extent_of(&read.units);
         inner.recorder.record_read(began, now, extent, read.why);
+        inner.read_bytes += u64::from(extent.1);
         if from_storage || (is_read && now.saturating_sub(began) >= STORAGE_READ_MIN) {
             inner.server.record_storage_access();
         }

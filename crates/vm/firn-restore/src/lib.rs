@@ -67,8 +67,8 @@ pub use error::RestoreError;
 pub use failures::MemoryOutage;
 pub use learned::{LEARNED_MAX, LEARNING_WINDOW, LearnedBlocks};
 pub use options::{
-    BackgroundFill, BackgroundFillError, ModeError, ReadFailurePolicy, ReadFailurePolicyError,
-    RestoreMode, RestoreOptions,
+    BackgroundFill, BackgroundFillError, FillChoices, ModeError, ReadFailurePolicy,
+    ReadFailurePolicyError, RestoreMode, RestoreOptions,
 };
 pub use prefill::{PrefillThreads, PrefilledMemory};
 pub use presence::PresenceFile;

@@ -1,6 +1,7 @@
 //! Options of a restore.
 
 use std::fmt;
+use std::num::NonZeroU64;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -101,6 +102,18 @@ impl BackgroundFill {
     }
 }
 
+/// The user's choices for the background fill of a restore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FillChoices {
+    /// When it reads; `None` is the default for the image's storage.
+    #[serde(default, rename = "fill", skip_serializing_if = "Option::is_none")]
+    pub when: Option<BackgroundFill>,
+    /// Maximum number of bytes per second that are read from the image. The fill waits, what the guest
+    /// requests does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<NonZeroU64>,
+}
+
 impl fmt::Display for BackgroundFill {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = Self::NAMES.iter().find(|(fill, _)| fill == self).map_or("", |(_, name)| name);
@@ -188,6 +201,9 @@ pub struct RestoreOptions {
     pub found_late: Option<f64>,
     /// What is read without the guest waiting for it.
     pub fill: BackgroundFill,
+    /// Maximum number of bytes per second that are read from the image, if there is a limit: the
+    /// background fill waits for it.
+    pub bandwidth: Option<NonZeroU64>,
     /// Bytes of the image are in object storage. There, requests run beside each other, and another
     /// process has requested the working set already: nothing is gained by long reads in stored order,
     /// and what is read beside them costs money.
@@ -216,6 +232,7 @@ impl Default for RestoreOptions {
             known_latency: None,
             found_late: None,
             fill: BackgroundFill::default(),
+            bandwidth: None,
             is_in_store: false,
             held_bytes_max: 16 << 20,
             account_use: false,
@@ -252,7 +269,8 @@ impl RestoreOptions {
 
     /// Whether prefetching may read everything.
     pub(crate) fn may_read_all(&self) -> bool {
-        self.mode == RestoreMode::Auto && self.fill == BackgroundFill::AtOnce && !self.account_use
+        let is_unlimited = self.fill == BackgroundFill::AtOnce && self.bandwidth.is_none();
+        self.mode == RestoreMode::Auto && is_unlimited && !self.account_use
     }
 
     /// The memory blocks that are expected to be used, in the order in which they are wanted.

@@ -61,6 +61,8 @@ pub(crate) struct LockedState {
     pub(crate) server: PageServer<UnitBytes>,
     pub(crate) recorder: RunRecorder,
     pub(crate) failures: CurrentFailures,
+    /// The bytes of the image that threads have read.
+    pub(crate) read_bytes: u64,
     pub(crate) ended: bool,
     idle_workers: u32,
     idle_readers: u32,
@@ -102,6 +104,7 @@ impl SharedRestore {
             server,
             recorder,
             failures,
+            read_bytes: 0,
             ended: false,
             idle_workers: 0,
             idle_readers: 0,

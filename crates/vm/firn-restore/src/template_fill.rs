@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use firn_fault::pass_point;
 use firn_image::{BlockEntry, Image, LocalityBlockId};
 use firn_memory::template::{TemplateError, TemplateWriter};
+use firn_types::BandwidthLimit;
 
 use crate::error::RestoreError;
 use crate::options::{RestoreMode, RestoreOptions};
@@ -54,8 +55,17 @@ struct FillJob {
     expected: usize,
     /// When the others begin, if they wait. Each of them is followed by a pause of the same length.
     late_at: Option<Instant>,
-    next: Mutex<usize>,
+    began: Instant,
+    next: Mutex<NextRequest>,
     must_end: AtomicBool,
+}
+
+/// The request that a thread takes next.
+struct NextRequest {
+    index: usize,
+    limit: BandwidthLimit,
+    /// The bytes of the requests before it.
+    read_bytes: u64,
 }
 
 impl TemplateFill {
@@ -69,11 +79,26 @@ impl TemplateFill {
         let is_late = options.fill.is_late();
         let (requests, expected) = list_requests(&image, &storage, options, is_late);
         let late_at = is_late.then(|| Instant::now() + LATE_FILL_PAUSE);
-        let (next, must_end) = (Mutex::new(0), AtomicBool::new(false));
-        let job =
-            Arc::new(FillJob { storage, template, requests, expected, late_at, next, must_end });
+        let limit = BandwidthLimit::new(options.bandwidth, Duration::ZERO, 0);
+        let next = Mutex::new(NextRequest { index: 0, limit, read_bytes: 0 });
+        let job = Arc::new(FillJob {
+            storage,
+            template,
+            requests,
+            expected,
+            late_at,
+            began: Instant::now(),
+            next,
+            must_end: AtomicBool::new(false),
+        });
         let threads = (0..THREAD_COUNT).filter_map(|_| spawn_thread(&job)).collect();
         Self { job, threads }
+    }
+}
+
+impl NextRequest {
+    fn must_wait(&mut self, since_start: Duration) -> bool {
+        !self.limit.next_wait(self.read_bytes, since_start).is_zero()
     }
 }
 
@@ -143,13 +168,15 @@ impl FillJob {
     fn next_request(&self) -> Option<Range<u32>> {
         loop {
             let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-            let request = self.requests.get(*next).filter(|_| !self.must_end())?.clone();
-            if *next >= self.expected && self.late_at.is_some_and(|at| Instant::now() < at) {
+            let request = self.requests.get(next.index).filter(|_| !self.must_end())?.clone();
+            let is_early = self.late_at.is_some_and(|at| Instant::now() < at);
+            if (next.index >= self.expected && is_early) || next.must_wait(self.began.elapsed()) {
                 drop(next);
                 std::thread::sleep(CHECK_INTERVAL);
                 continue;
             }
-            *next += 1;
+            next.index += 1;
+            next.read_bytes += u64::from(self.storage.extent_of(&request).1);
             // Under the lock: where a test waits, no thread fills.
             pass_point("template.fill");
             return Some(request);
@@ -160,7 +187,7 @@ impl FillJob {
     fn return_later(&self) {
         self.pause(PASS_PAUSE);
         self.storage.reopen_image();
-        *self.next.lock().unwrap_or_else(PoisonError::into_inner) = 0;
+        self.next.lock().unwrap_or_else(PoisonError::into_inner).index = 0;
     }
 
     fn pause(&self, time: Duration) {

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use firn_image::unlock_chain;
-use firn_restore::BackgroundFill;
+use firn_restore::FillChoices;
 use firn_vmm::command_line::{self, CommandOverrides, HostEndpoint};
 
 use crate::client;
@@ -36,7 +36,7 @@ impl NewFamily {
         base: &RuntimeDir,
         image: &Path,
         learn: bool,
-        fill: Option<BackgroundFill>,
+        fill: FillChoices,
     ) -> Result<Self, Failure> {
         const STARTING: &str = "starting the holder of a template";
         let families = base.families_dir();

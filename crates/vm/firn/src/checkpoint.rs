@@ -131,7 +131,7 @@ pub struct CheckpointArgs {
     no_throttle: bool,
     /// Write at most this much per second to the image and to copies of disks: 50M, 1G. Memory that
     /// the guest writes meanwhile is still saved at once.
-    #[arg(long, value_name = "SIZE", value_parser = parse_bandwidth)]
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_bandwidth)]
     bandwidth: Option<NonZeroU64>,
     /// Copy the memory within this time, if the host can: 30s, 5m. Firn yields to the guest only
     /// while it is ahead of that. With --strategy trace or cow.
@@ -213,13 +213,6 @@ pub struct ImageArgs {
     threads: Option<u16>,
     #[command(flatten)]
     pub seal: SealArgs,
-}
-
-fn parse_bandwidth(text: &str) -> Result<NonZeroU64, String> {
-    let bytes = units::parse_bytes(text)?;
-    let least = 64 << 10;
-    let bytes = NonZeroU64::new(bytes).filter(|bytes| bytes.get() >= least);
-    bytes.ok_or_else(|| "give 64K per second at least".to_owned())
 }
 
 fn parse_time_limit(text: &str) -> Result<Duration, String> {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use firn_restore::BackgroundFill;
+use firn_restore::FillChoices;
 use firn_supervisor::{
     CommandOverrides, Failure, FailureKind, FamilyRecord, NewFamily, RuntimeDir, SupervisorPlan,
     SupervisorRequest, VmName, check_clones, quick_status, send_request, start_supervisor,
@@ -95,8 +95,8 @@ pub struct CloneOrder<'a> {
     pub image: &'a Path,
     /// Load first what earlier restores of the image had to read on demand.
     pub learn: bool,
-    /// When their memory is filled in the background; `None` is the default for the image's storage.
-    pub fill: Option<BackgroundFill>,
+    /// When and how fast their memory is filled in the background.
+    pub fill: FillChoices,
     /// The user trusts the image, whatever its origin is.
     pub trust: bool,
     /// The name of each clone.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args as ClapArgs;
-use firn_restore::{ReadFailurePolicy, RestoreMode};
+use firn_restore::{FillChoices, ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
     CommandOverrides, Failure, FailureContext, FailureKind, FamilyRecord, RestoreDisks, RuntimeDir,
     SaveChoices, SaveRequest, SupervisorPlan, SupervisorRequest, VmName, absolute_path,
@@ -103,8 +103,14 @@ impl ForkArgs {
             clone_plan(&image, disk_dir.clone(), overrides, family)
         };
         let (names, overrides) = (&*names, &overrides);
-        let order =
-            CloneOrder { image: &image, learn: true, fill: None, trust: false, names, overrides };
+        let order = CloneOrder {
+            image: &image,
+            learn: true,
+            fill: FillChoices::default(),
+            trust: false,
+            names,
+            overrides,
+        };
         let mut facts = clones::start_clones(base, &order, &make_plan).map_err(|failure| {
             failure.with_hint(format!("the checkpoint is {}", image.display()))
         })?;
@@ -142,7 +148,7 @@ fn clone_plan(
         keys: keys_of(image)?,
         mode: RestoreMode::default(),
         on_error: ReadFailurePolicy::default(),
-        fill: None,
+        fill: FillChoices::default(),
         force: false,
         trust: false,
         account_use: false,

@@ -1,12 +1,13 @@
 //! `firn restore`
 
 use std::fmt::Write;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use clap::builder::TypedValueParser as _;
 use firn_report::ReportedRun;
-use firn_restore::{BackgroundFill, ReadFailurePolicy, RestoreMode};
+use firn_restore::{BackgroundFill, FillChoices, ReadFailurePolicy, RestoreMode};
 use firn_supervisor::{
     CommandOverrides, Failure, FailureKind, FamilyRecord, ImageMeta, LibvirtTarget, RestoreDisks,
     RuntimeDir, SupervisorPlan, SupervisorRequest, VmName, absolute_path, restore_target,
@@ -152,6 +153,10 @@ pub struct RestoreArgs {
     /// when-responsive if the image is in object storage and not in the cache.
     #[arg(long, value_name = "WHEN", value_parser = parse_choice::<BackgroundFill>(FILLS))]
     fill: Option<BackgroundFill>,
+    /// Read at most this much of the image per second: 50M, 1G. The background fill waits; what the
+    /// guest requests is read at once. Not with --mode eager.
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_bandwidth)]
+    bandwidth: Option<NonZeroU64>,
     /// The files that the VM's disks are written to.
     #[arg(long, value_name = "HOW", default_value = "own")]
     #[arg(value_parser = accept_words(DISK_USES).map(find_disk_use))]
@@ -288,7 +293,8 @@ impl RestoreArgs {
         self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
         let overrides = self.find_overrides()?;
         let make_plan = |overrides, family| self.make_plan(image.clone(), overrides, Some(family));
-        let (learn, fill, names, overrides) = (!self.no_learn, self.fill, &names, &overrides);
+        let (learn, fill, names, overrides) =
+            (!self.no_learn, self.fill_choices()?, &names, &overrides);
         let trust = self.trust;
         let order = CloneOrder { image: &image, learn, fill, trust, names, overrides };
         let facts = start_clones(base, &order, &make_plan)?;
@@ -323,6 +329,15 @@ impl RestoreArgs {
         Ok(facts)
     }
 
+    fn fill_choices(&self) -> Result<FillChoices, Failure> {
+        if self.bandwidth.is_some() && self.mode == RestoreMode::Eager {
+            let text = "--bandwidth limits the background fill, and --mode eager has none";
+            let failure = Failure::new(FailureKind::Usage, text);
+            return Err(failure.with_hint("omit --mode: the guest runs while its memory is loaded"));
+        }
+        Ok(FillChoices { when: self.fill, bandwidth: self.bandwidth })
+    }
+
     fn make_plan(
         &self,
         image: PathBuf,
@@ -334,7 +349,7 @@ impl RestoreArgs {
             image,
             mode: self.mode,
             on_error: self.on_error,
-            fill: self.fill,
+            fill: self.fill_choices()?,
             force: self.force,
             trust: self.trust,
             account_use: self.account_use,

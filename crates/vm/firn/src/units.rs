@@ -1,7 +1,17 @@
 //! Sizes and durations in the form that people write and read.
 
+use std::num::NonZeroU64;
 use std::ops::RangeInclusive;
 use std::time::Duration;
+
+/// The minimum limit of a bandwidth, per second.
+const BANDWIDTH_MIN: u64 = 64 << 10;
+
+/// Parses a limit of a bandwidth: a size per second.
+pub fn parse_bandwidth(text: &str) -> Result<NonZeroU64, String> {
+    let bytes = NonZeroU64::new(parse_bytes(text)?).filter(|bytes| bytes.get() >= BANDWIDTH_MIN);
+    bytes.ok_or_else(|| "give 64K per second at least".to_owned())
+}
 
 /// Parses a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are
 /// accepted too).

@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 
 use firn_image::{BlockPlacement, Image};
 use firn_memory::{GuestMemory, MemoryError, RamUser};
-use firn_types::{Block, BlockSize, GuestPhys, Page};
+use firn_types::{BandwidthLimit, Block, BlockSize, GuestPhys, Page};
 
 use super::rounds::{CopyRounds, RoundStep};
 use super::tracker::{TrackedImage, WriteTracker};
-use crate::bandwidth_limit::BandwidthLimit;
 use crate::context::{CopiedMemory, SaveContext};
 use crate::cut::{CutState, PreparedPause};
 use crate::discards::may_discard;

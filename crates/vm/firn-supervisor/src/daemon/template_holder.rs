@@ -114,7 +114,8 @@ impl TemplateHolder {
         let learning = LearnedBlocksFile::for_image(&image, RestoreMode::Auto);
         let learned = learning.filter(|_| plan.learn).map(|it| it.request_expected_blocks(&image));
         let options = RestoreOptions {
-            fill: restore::choose_fill(plan.fill, &image),
+            fill: restore::choose_fill(plan.fill.when, &image),
+            bandwidth: plan.fill.bandwidth,
             is_in_store: image.is_in_store(),
             also_expected: learned.unwrap_or_default(),
             ..RestoreOptions::new(RestoreMode::Auto)

@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use firn_image::{AuxBlock, Image, ImageKey};
 use firn_memory::{GuestMemory, PageFaults, Process, TraceMode, Tracee, process_memory};
 use firn_restore::{
-    BackgroundFill, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile, ReadFailurePolicy,
-    RestoreError, RestoreMode, RestoreOptions, RunCounts, RunningRestore,
+    BackgroundFill, FillChoices, OnFatal, PrefillThreads, PrefilledMemory, PresenceFile,
+    ReadFailurePolicy, RestoreError, RestoreMode, RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RamRegion, ThreadId, VcpuId};
 use firn_vmm::QemuVm;
@@ -80,8 +80,8 @@ pub(crate) struct RestoreChoices<'a> {
     pub(crate) force: bool,
     /// The user trusts the image, whatever its origin is.
     pub(crate) trust: bool,
-    /// When memory is filled in the background; `None` is the default for the image's storage.
-    pub(crate) fill: Option<BackgroundFill>,
+    /// When and how fast memory is filled in the background.
+    pub(crate) fill: FillChoices,
     /// Count which prefetched pages the guest uses.
     pub(crate) account_use: bool,
     /// Use the learned blocks of earlier restores, and record those of this one.
@@ -180,7 +180,7 @@ pub(crate) fn restore_vm(
     let runtime = context.vm.path().parent().filter(|_| !is_in_store);
     let storage =
         runtime.and_then(|runtime| ImageStorage::from_files(image.chain_paths(), runtime));
-    let fill = choose_fill(wanted.fill, &image);
+    let fill = choose_fill(wanted.fill.when, &image);
     let options = RestoreOptions {
         mode: wanted.mode,
         on_error: wanted.on_error,
@@ -193,6 +193,7 @@ pub(crate) fn restore_vm(
         account_use: wanted.account_use,
         // The holder of a family's template fills it for all clones.
         fill: if family.is_some() { BackgroundFill::Off } else { fill },
+        bandwidth: wanted.fill.bandwidth,
         is_in_store,
         since,
         ..RestoreOptions::default()
@@ -532,7 +533,8 @@ impl RestoreRun<'_> {
     ) -> serde_json::Value {
         let mut facts = vm_start::start_facts(hypervisor_record, &notes);
         facts["mode"] = json!(self.wanted.mode);
-        facts["fill"] = json!(choose_fill(self.wanted.fill, &self.image));
+        facts["fill"] = json!(choose_fill(self.wanted.fill.when, &self.image));
+        facts["bandwidth"] = json!(self.wanted.fill.bandwidth);
         facts["image"] = json!(self.wanted.image);
         facts["domain"] = json!(self.child.domain.as_ref().map(|it| &it.address.domain));
         let is_paused = must_stay_paused(&self.meta, self.wanted);
@@ -599,6 +601,7 @@ impl RestoreRun<'_> {
             started: false,
             must_stay_paused: must_stay_paused(&self.meta, self.wanted),
             on_error: self.wanted.on_error,
+            fill: self.wanted.fill,
             paused_by_us: false,
         }
     }

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, Process, Tracee};
 use firn_restore::{
-    BackgroundFill, PresenceFile, ReadFailurePolicy, RestoreError, RestoreMode, RestoreOptions,
-    RunCounts, RunningRestore,
+    BackgroundFill, FillChoices, PresenceFile, ReadFailurePolicy, RestoreError, RestoreMode,
+    RestoreOptions, RunCounts, RunningRestore,
 };
 use firn_types::{PAGE_SIZE, RegionMap, ThreadId};
 use serde_json::json;
@@ -85,6 +85,7 @@ pub(crate) struct InheritedRestore {
     pub(crate) files: Vec<File>,
     pub(crate) mode: RestoreMode,
     pub(crate) on_error: ReadFailurePolicy,
+    pub(crate) fill: FillChoices,
     /// Whether the guest is to run: it was not paused when it was saved.
     pub(crate) cont: bool,
 }
@@ -216,7 +217,7 @@ impl InheritedRestore {
         let AdoptedMemory { process, memory, faults, has_holder } = adopted;
         let fill = match has_holder {
             true => BackgroundFill::Off,
-            false => restore::choose_fill(None, &image),
+            false => restore::choose_fill(self.fill.when, &image),
         };
         let is_in_store = image.is_in_store();
         let presence =
@@ -227,6 +228,7 @@ impl InheritedRestore {
             on_error: self.on_error,
             vcpus: numbered_vcpus(&self.hypervisor_record),
             fill,
+            bandwidth: self.fill.bandwidth,
             is_in_store,
             ..RestoreOptions::default()
         };

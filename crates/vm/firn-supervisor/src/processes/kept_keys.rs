@@ -118,7 +118,7 @@ impl Read for KeyReader<'_> {
 mod tests {
     use super::*;
     use crate::records::name::VmName;
-    use firn_restore::{ReadFailurePolicy, RestoreMode};
+    use firn_restore::{FillChoices, ReadFailurePolicy, RestoreMode};
 
     #[test]
     fn only_the_key_of_the_restored_image_is_accepted() {
@@ -131,6 +131,7 @@ mod tests {
                 started: true,
                 must_stay_paused: false,
                 on_error: ReadFailurePolicy::Stop,
+                fill: FillChoices::default(),
                 paused_by_us: false,
             };
             Journal { phase, ..Journal::new(VmName::new("web").unwrap(), None) }

@@ -24,7 +24,7 @@ use firn_cluster::switch::MacAddress;
 use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::BackupEndpoint;
 use firn_image::{Codec, ImageKey, ImageSeal};
-use firn_restore::{BackgroundFill, ReadFailurePolicy, RestoreMode};
+use firn_restore::{FillChoices, ReadFailurePolicy, RestoreMode};
 use firn_types::BlockSize;
 use firn_vmm::StorageCommand;
 use firn_vmm::command_line::CommandOverrides;
@@ -384,9 +384,9 @@ pub enum SupervisorPlan {
         /// What happens to the VM when its memory can't be read.
         #[serde(default)]
         on_error: ReadFailurePolicy,
-        /// When memory is filled in the background; by default as suits the image's storage.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        fill: Option<BackgroundFill>,
+        /// When and how fast memory is filled in the background.
+        #[serde(flatten)]
+        fill: FillChoices,
         /// Continue when QEMU's version or a disk differs.
         force: bool,
         /// The user trusts the image, whatever its origin is.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use firn_image::ImageKey;
-use firn_restore::BackgroundFill;
+use firn_restore::FillChoices;
 use serde::{Deserialize, Serialize};
 
 use crate::records::image_ids::ImageIds;
@@ -63,7 +63,7 @@ pub(crate) struct TemplatePlan {
     pub(crate) families: PathBuf,
     /// Fill the blocks that earlier restores of the image had to read on demand early.
     pub(crate) learn: bool,
-    /// When it is filled; `None` is the default for the image's storage.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) fill: Option<BackgroundFill>,
+    /// When and how fast it is filled.
+    #[serde(flatten)]
+    pub(crate) fill: FillChoices,
 }

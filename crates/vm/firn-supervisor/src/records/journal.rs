@@ -28,7 +28,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_epochs::protection_end::ProtectionEnd;
-use firn_restore::{ReadFailurePolicy, RestoreMode};
+use firn_restore::{FillChoices, ReadFailurePolicy, RestoreMode};
 use firn_types::{HostVirt, RegionMap, ThreadId};
 use firn_vmm::DriveCopy;
 use serde::{Deserialize, Serialize};
@@ -236,6 +236,9 @@ pub enum VmPhase {
         /// What happens to the VM when its memory can't be read.
         #[serde(default)]
         on_error: ReadFailurePolicy,
+        /// When and how fast memory is filled in the background.
+        #[serde(flatten)]
+        fill: FillChoices,
         /// The guest waits for storage, and Firn has paused it by a command, or is about to.
         #[serde(default)]
         paused_by_us: bool,
@@ -527,6 +530,7 @@ mod tests {
                 started: true,
                 must_stay_paused: false,
                 on_error: ReadFailurePolicy::Kill,
+                fill: FillChoices::default(),
                 paused_by_us: true,
             },
             VmPhase::Ended { exit: ProcessExit::Signal(9), at: 12 },

@@ -28,7 +28,7 @@
 
 use std::path::{Path, PathBuf};
 
-use firn_restore::{ReadFailurePolicy, RestoreMode};
+use firn_restore::{FillChoices, ReadFailurePolicy, RestoreMode};
 
 use crate::records::image_ids::ImageIds;
 use crate::records::journal::{Journal, VmPhase};
@@ -101,6 +101,8 @@ pub enum RecoveryAction {
         cont: bool,
         /// What happens to the VM when its memory can't be read.
         on_error: ReadFailurePolicy,
+        /// When and how fast memory is filled in the background.
+        fill: FillChoices,
     },
 }
 
@@ -174,12 +176,20 @@ pub fn decide_recovery(journal: &Journal, remains: SurvivingParts) -> RecoveryAc
             recover_save(image, *paused_by_us, *then_stop, is_whole)
         }
         VmPhase::Restoring {
-            image, ids, mode, started: true, on_error, must_stay_paused, ..
+            image,
+            ids,
+            mode,
+            started: true,
+            on_error,
+            fill,
+            must_stay_paused,
+            ..
         } => RecoveryAction::ServeOn {
             image: image.clone(),
             ids: ids.clone(),
             mode: *mode,
             on_error: *on_error,
+            fill: *fill,
             cont: !must_stay_paused,
         },
     }
@@ -243,6 +253,7 @@ mod tests {
             started,
             must_stay_paused: false,
             on_error: ReadFailurePolicy::Kill,
+            fill: FillChoices::default(),
             paused_by_us: false,
         })
     }
@@ -379,7 +390,8 @@ mod tests {
     fn a_started_restore_is_served_on() {
         let mode = RestoreMode::Locality;
         let (image, ids, on_error) = ("/i".into(), ids(), ReadFailurePolicy::Kill);
-        let serve = RecoveryAction::ServeOn { image, ids, mode, on_error, cont: true };
+        let fill = FillChoices::default();
+        let serve = RecoveryAction::ServeOn { image, ids, mode, on_error, fill, cont: true };
         assert_eq!(decide_recovery(&restoring(true), LIVES), serve);
         assert_eq!(
             decide_recovery(&restoring(true), GONE),

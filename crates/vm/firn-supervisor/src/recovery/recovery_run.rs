@@ -219,7 +219,7 @@ impl RecoveryRun<'_> {
     ) -> Result<RecoveredVm, Failure> {
         let hypervisor_record = self.hypervisor_record()?;
         let hypervisor = Arc::new(hypervisor);
-        let RecoveryAction::ServeOn { image, ids, mode, on_error, cont } = serve_on else {
+        let RecoveryAction::ServeOn { image, ids, mode, on_error, fill, cont } = serve_on else {
             return Ok(None);
         };
         let taken_over = InheritedRestore {
@@ -232,6 +232,7 @@ impl RecoveryRun<'_> {
             files: self.files,
             mode,
             on_error,
+            fill,
             cont,
         };
         let resumed = taken_over.continue_restore()?;

@@ -134,7 +134,7 @@ mod tests {
     use super::*;
     use crate::records::image_ids::ImageIds;
     use crate::records::process_exit::ProcessExit;
-    use firn_restore::{ReadFailurePolicy, RestoreMode};
+    use firn_restore::{FillChoices, ReadFailurePolicy, RestoreMode};
     use std::collections::BTreeSet;
 
     fn phases() -> Vec<Option<VmPhase>> {
@@ -166,6 +166,7 @@ mod tests {
                 ids: ImageIds { identity: "1f".into(), key_id: None },
                 mode: RestoreMode::Lazy,
                 started: first,
+                fill: FillChoices::default(),
                 on_error: if second { ReadFailurePolicy::Stop } else { ReadFailurePolicy::Kill },
                 paused_by_us: first && second,
                 must_stay_paused: false,

@@ -48,7 +48,7 @@ fn monitor(path: &Path) -> Monitor {
     monitor.unwrap()
 }
 
-fn execute(path: &Path, commands: &[(&str, Value)]) {
+pub fn execute(path: &Path, commands: &[(&str, Value)]) {
     let mut vm = monitor(path);
     for (command, arguments) in commands {
         vm.qmp().execute(command, arguments.clone()).unwrap();

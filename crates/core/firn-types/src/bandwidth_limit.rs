@@ -1,10 +1,10 @@
-//! Bandwidth limit: how much a save may write while the guest runs, as its user has chosen.
+//! Bandwidth limit: how much a save may write to its image, or a restore read, while the guest runs, as
+//! the user has chosen.
 //!
-//! Only background work waits for it. A block that the guest's access saves is written at once, and
-//! counts: background work waits the longer.
+//! Only background work waits for it. What the guest's own accesses save or load is transferred at
+//! once, and counts: background work waits the longer.
 //!
 //! ```text
-//!   written   = bytes in the image + bytes of blocks that are not compressed yet
 //!   permitted = rate * time since the start          what is not used within 100 ms expires
 //! ```
 //!
@@ -13,37 +13,37 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// The limit of one save.
+/// The limit of one save or restore.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct BandwidthLimit {
+pub struct BandwidthLimit {
     bytes_per_s: Option<NonZeroU64>,
-    /// The time from which the permitted bytes are counted, and the bytes that were written by then.
+    /// The time from which the permitted bytes are counted, and the bytes that were transferred by then.
     since: Duration,
     before: u64,
 }
 
 impl BandwidthLimit {
-    /// The longest wait: a save that is cancelled meanwhile ends after it.
-    pub(crate) const WAIT_MAX: Duration = Duration::from_millis(50);
-    /// The time after which bytes expire that were permitted and not written.
+    /// The longest wait: work that is cancelled meanwhile ends after it.
+    pub const WAIT_MAX: Duration = Duration::from_millis(50);
+    /// The time after which bytes expire that were permitted and not transferred.
     const UNUSED_MAX: Duration = Duration::from_millis(100);
 
     /// A limit from now on; none with `None`.
-    pub(crate) fn new(bytes_per_s: Option<NonZeroU64>, now: Duration, written: u64) -> Self {
-        Self { bytes_per_s, since: now, before: written }
+    pub fn new(bytes_per_s: Option<NonZeroU64>, now: Duration, transferred: u64) -> Self {
+        Self { bytes_per_s, since: now, before: transferred }
     }
 
     /// The time for which background work has to wait now, then call again. Zero if it may continue.
-    pub(crate) fn next_wait(&mut self, written: u64, now: Duration) -> Duration {
+    pub fn next_wait(&mut self, transferred: u64, now: Duration) -> Duration {
         let Some(rate) = self.bytes_per_s else { return Duration::ZERO };
-        let bytes = written.saturating_sub(self.before);
+        let bytes = transferred.saturating_sub(self.before);
         let needed = Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
         let passed = now.saturating_sub(self.since);
         if needed > passed {
             return (needed - passed).min(Self::WAIT_MAX);
         }
         if passed - needed > Self::UNUSED_MAX {
-            (self.since, self.before) = (now - Self::UNUSED_MAX, written);
+            (self.since, self.before) = (now - Self::UNUSED_MAX, transferred);
         }
         Duration::ZERO
     }

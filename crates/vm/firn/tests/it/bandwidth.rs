@@ -1,10 +1,11 @@
-//! The limits that a user sets for a save: how much it writes in a second, and how long it takes.
+//! The limits that a user sets for a save or a restore: how much it writes or reads in a second, and how
+//! long it takes.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::session::eventually;
+use crate::session::{eventually, kill};
 use crate::vm::Vm;
 
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -62,5 +63,32 @@ fn a_limited_save_can_be_cancelled_and_others_be_refused() {
     let within = ["checkpoint", "web", "-o", "in-time.firn", "--finish-within", "100ms"];
     session.firn(&within).succeeds();
     session.firn(&["image", "verify", "in-time.firn"]).succeeds();
+    vm.is_well();
+}
+
+/// A guest that is paused requests nothing: all that is read is the background fill. Its limit holds
+/// for the next supervisor too.
+#[test]
+fn a_restore_reads_no_faster_than_it_may() {
+    let vm = Vm::resumed();
+    let session = &vm.session;
+    let qmp = session.runtime_dir().join("web/qmp.sock");
+    crate::restorable::execute(&qmp, &[("stop", Value::Null)]);
+    session.firn(&["checkpoint", "web", "-o", "web.firn", "--codec", "none"]).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    let bytes = std::fs::metadata(session.path("web.firn")).unwrap().len() as f64;
+    assert!(bytes > 40.0 * MIB, "too little to see a limit: {bytes}");
+    let eager = ["restore", "web.firn", "--mode", "eager", "--bandwidth", "8M"];
+    session.firn(&eager).fails(2, "--mode eager has none");
+    let began = Instant::now();
+    let restore = ["restore", "web.firn", "--mode", "locality", "--bandwidth", "8M"];
+    assert_eq!(session.json(&restore)["bandwidth"], 8 << 20);
+    kill(session.status("web")["supervisor_pid"].as_i64().unwrap());
+    eventually("the memory", PATIENCE, || session.status("web")["progress"].is_null());
+    let seconds = began.elapsed().as_secs_f64();
+    eprintln!("{:.1} MiB in {seconds:.1} s", bytes / MIB);
+    assert_eq!(session.status("web")["recoveries"], 1);
+    assert!(bytes - 2.0 * BURST <= 8.0 * MIB * seconds, "{bytes} bytes in {seconds} s");
+    crate::restorable::execute(&qmp, &[("cont", Value::Null)]);
     vm.is_well();
 }
