@@ -37,6 +37,7 @@ mod hypervisor_dies;
 mod identity;
 mod incremental;
 mod input;
+mod large_guest;
 mod libvirt;
 mod machine;
 mod many_clones;

@@ -29,6 +29,7 @@ pub struct Vm {
     more: Vec<String>,
     /// More words for the guest kernel's command line.
     kernel_words: &'static str,
+    memory_mib: u32,
     /// What another test finds in this session once this one is over.
     saved: Option<Saved>,
     _machine: Machine,
@@ -167,6 +168,12 @@ impl Vm {
         self
     }
 
+    /// Gives a guest that is booted later so much RAM.
+    pub fn with_memory_mib(mut self, memory_mib: u32) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
     /// Boots the guest's kernel, later, with these words instead of the usual one.
     pub fn with_kernel_words(mut self, words: &'static str) -> Self {
         self.kernel_words = words;
@@ -215,12 +222,22 @@ impl Vm {
     fn on(machine: Machine) -> Self {
         let (disks, file_system, more) = Default::default();
         let (session, kernel_words, saved) = (Session::new(), "", None);
-        Self { session, disks, file_system, more, kernel_words, saved, _machine: machine }
+        let memory_mib = 192;
+        Self {
+            session,
+            disks,
+            file_system,
+            more,
+            kernel_words,
+            memory_mib,
+            saved,
+            _machine: machine,
+        }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
         let args = QemuArgs::new(image(), accel::choose_accel().accel)
-            .memory_mib(192)
+            .memory_mib(self.memory_mib)
             .append_kernel_arg("no_timer_check")
             // It boots in half the time without what these tests don't need.
             .append_kernel_arg("mitigations=off nokaslr firn.bare")
