@@ -13,7 +13,10 @@ use firn_calls::{
 use firn_types::{GuestPhys, Page};
 use proptest::prelude::*;
 
+mod busy_guest;
+#[path = "../guest/mod.rs"]
 mod guest;
+mod translation;
 
 use guest::{Guest, PAGE};
 
@@ -160,7 +163,7 @@ fn an_area_is_the_applications_own() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 65);
     guest.map(OTHER, 0x90_0000, 90, 1);
-    guest.maps.insert((OWN, 0x50_0000), Err(CallRefusal::ReadOnly(0x50_0000)));
+    guest.place(OWN, 0x50_0000, Err(CallRefusal::ReadOnly(0x50_0000)));
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
     let mut refused =
         |start, pages| match follow(&mut server, &mut guest, 0, &mut caller, start, pages) {
@@ -354,7 +357,7 @@ proptest! {
                 }
                 Event::Move { page } => {
                     places += 1;
-                    guest.maps.insert((OWN, 0x40_0000 + page * PAGE), Ok(Page(places)));
+                    guest.place(OWN, 0x40_0000 + page * PAGE, Ok(Page(places)));
                 }
                 Event::Collect { lost } => {
                     let request = caller.collect_request();
