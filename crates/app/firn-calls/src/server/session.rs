@@ -15,7 +15,7 @@ use crate::store_recording::{PluginOrder, RecordedApplication, WORD};
 use crate::window::SlotField;
 
 /// The maximum count of areas of a session.
-const AREAS_MAX: u16 = 256;
+const AREAS_MAX: u16 = 4096;
 /// How often a `Collect` looks at a part whose table is being written.
 const LOOKS_MAX: usize = 5;
 /// The end of the part of an address space that belongs to programs, on x86-64 with four levels of
