@@ -55,7 +55,9 @@ pub use caller::{CallError, Caller, WrittenPages};
 pub use key::{ApplicationKey, KeyError, Nonce, Proof};
 pub use message::{CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
 pub use policy::{CallPolicy, PolicyError};
-pub use server::{CallLogEvent, GuestAccess, ServedCall, SessionServer};
+pub use server::{
+    CallLogEvent, GuestAccess, PartMapping, PartNumber, PartTranslation, ServedCall, SessionServer,
+};
 pub use store_recording::{
     PluginOrder, RecordedApplication, RecordedArea, RecordedStores, ReportKey, ReportReader,
     SealedReport, StoreReport, WORD, WordRun,

@@ -165,6 +165,7 @@ impl EpochCounter {
 pub struct RecordedStores {
     epochs: EpochCounter,
     end: u64,
+    /// In the order of their addresses.
     areas: Vec<AreaStores>,
     /// Recorded words: index of the area in `areas`, and word.
     recorded: Vec<(u16, u32)>,
@@ -173,6 +174,8 @@ pub struct RecordedStores {
 
 struct AreaStores {
     area: RecordedArea,
+    /// The highest end of this area and of those before it, which may overlap it.
+    highest_end: u64,
     /// A bit for each word: whether it was recorded in this epoch.
     words: Vec<u64>,
 }
@@ -180,7 +183,19 @@ struct AreaStores {
 impl AreaStores {
     fn new(area: RecordedArea) -> Self {
         let words = vec![0; area.pages as usize * (PAGE / WORD / 64) as usize];
-        Self { area, words }
+        Self { area, highest_end: area.end_address(), words }
+    }
+
+    /// The areas in the order of their addresses.
+    fn sort_areas(mut areas: Vec<RecordedArea>) -> Vec<Self> {
+        areas.sort_unstable_by_key(|area| area.start);
+        let mut sorted: Vec<_> = areas.into_iter().map(Self::new).collect();
+        let mut highest = 0;
+        for area in &mut sorted {
+            highest = area.highest_end.max(highest);
+            area.highest_end = highest;
+        }
+        sorted
     }
 
     /// The words of the area that a store covers.
@@ -212,7 +227,7 @@ impl RecordedStores {
         Self {
             epochs: EpochCounter::new(&order.key),
             end: order.end,
-            areas: order.areas.into_iter().map(AreaStores::new).collect(),
+            areas: AreaStores::sort_areas(order.areas),
             recorded: Vec::new(),
             is_unknown: false,
         }
@@ -232,7 +247,10 @@ impl RecordedStores {
     /// Records a store of `bytes` bytes. Areas may be adjacent, and the store may extend into
     /// several.
     pub fn record_store(&mut self, at: u64, bytes: u64) {
-        for number in 0..self.areas.len() {
+        let end = at.saturating_add(bytes);
+        let mut number = self.areas.partition_point(|area| area.area.start < end);
+        while number > 0 && self.areas[number - 1].highest_end > at {
+            number -= 1;
             if let Some(words) = self.areas[number].covered_words(at, bytes) {
                 words.for_each(|word| self.record_area_word(number, word));
             }
@@ -422,8 +440,8 @@ mod tests {
             writes in prop::collection::vec((0xf000_u64..0x17000, 1_u64..=64), 0..200),
             every in 1_usize..20,
         ) {
-            // The first two are neighbours.
-            let areas = [(0x10000_u64, 2), (0x12000, 1), (0x14000, 1)];
+            // Two are neighbours, and two overlap.
+            let areas = [(0x14000_u64, 1), (0x10000, 2), (0x12000, 1), (0x11000, 5)];
             let (mut stores, mut reader) = both(&areas);
             let is_inside = |byte: &u64| areas.iter().any(|&(start, pages)| {
                 (start..start + u64::from(pages) * PAGE).contains(byte)

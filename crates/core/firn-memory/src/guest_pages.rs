@@ -29,7 +29,7 @@ mod roots;
 
 pub use entry::PageFlags;
 use entry::{ENTRIES, PageTable, PageTableEntry};
-pub use page_lookup::{PageAccessError, PageLookup};
+pub use page_lookup::{PART_PAGES, PageAccessError, PageLookup, PartPath};
 pub use roots::kernel_half_roots;
 
 /// RAM of a guest, as far as a page-table walk needs it.

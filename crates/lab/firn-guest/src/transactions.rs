@@ -19,7 +19,7 @@ pub struct TransactionsArgs {
     /// Structure and operation, such as avl-insert.
     #[arg(long, required_unless_present = "shape")]
     workload: Option<String>,
-    /// Pages per transaction, writes per page, and pages of the area, such as 2,4,256.
+    /// Pages per transaction, writes per page, pages of each area, and areas, such as 2,4,256,1.
     #[arg(long, conflicts_with = "workload")]
     shape: Option<WriteShape>,
     /// The trackers: pt, emul, pt_host and so on.

@@ -137,37 +137,56 @@ pub struct RunResult {
     pub called: u64,
 }
 
-/// A session with one area, on which transactions run.
-struct TrackedArea {
+/// The areas of a session.
+#[derive(Clone, Copy, Debug)]
+pub struct AreaLayout {
+    /// Their count.
+    pub areas: usize,
+    /// The words of each.
+    pub words: usize,
+}
+
+/// A session with areas, on which transactions run.
+struct TrackedAreas {
     session: Session,
-    area: Area,
+    areas: Vec<Area>,
     buffer: Vec<u8>,
 }
 
-impl TrackedArea {
-    /// An area of this count of words, filled by `fill` in a first transaction.
-    fn new(mut session: Session, words: usize, fill: impl FnOnce(&mut [u64])) -> Result<Self> {
-        let area = session.allocate("area", words * 8)?;
-        let mut tracked = Self { session, area, buffer: Vec::with_capacity(words * 8) };
+impl TrackedAreas {
+    /// Areas that `fill` fills, all in the same way, in a transaction before the first.
+    fn new(
+        mut session: Session,
+        layout: AreaLayout,
+        fill: impl FnOnce(&mut [u64]),
+    ) -> Result<Self> {
+        let AreaLayout { areas, words } = layout;
+        let allocated =
+            (0..areas).map(|number| session.allocate(&format!("area{number}"), words * 8));
+        let allocated = allocated.collect::<Result<_, _>>()?;
+        let buffer = Vec::with_capacity(areas * words * 8);
+        let mut tracked = Self { session, areas: allocated, buffer };
         // Every page is touched here, so that no page is touched for the first time during the
         // measurement.
-        for round in 0..2 {
-            let mut transaction = tracked.session.begin()?;
-            let bytes = transaction.words(&tracked.area);
-            if round == 0 {
-                bytes.iter_mut().step_by(512).for_each(|word| *word = 1);
-                bytes.fill(0);
-            }
-            transaction.commit()?;
-        }
+        tracked.write_areas(|bytes| {
+            bytes.iter_mut().step_by(512).for_each(|word| *word = 1);
+            bytes.fill(0);
+        })?;
+        tracked.write_areas(|_| {})?;
         // In one copy: if each store is a signal, filling word by word would take longer than the
         // measurement.
         let mut filled = vec![0; words];
         fill(&mut filled);
-        let mut transaction = tracked.session.begin()?;
-        transaction.words(&tracked.area)[..words].copy_from_slice(&filled);
-        transaction.commit()?;
+        tracked.write_areas(|bytes| bytes[..words].copy_from_slice(&filled))?;
         Ok(tracked)
+    }
+
+    /// A transaction that writes each area in the same way.
+    fn write_areas(&mut self, mut write: impl FnMut(&mut [u64])) -> Result<()> {
+        let mut transaction = self.session.begin()?;
+        self.areas.iter().for_each(|area| write(transaction.words(area)));
+        transaction.commit()?;
+        Ok(())
     }
 
     /// Runs transactions, timed as a whole, with or without copying.
@@ -182,7 +201,7 @@ impl TrackedArea {
         let start = Instant::now();
         for number in 0..transactions {
             let mut transaction = self.session.begin()?;
-            work(transaction.words(&self.area), number);
+            work(transaction.words(&self.areas[number % self.areas.len()]), number);
             transaction.commit()?;
             if copies {
                 self.buffer.clear();
@@ -199,21 +218,21 @@ impl TrackedArea {
     }
 }
 
-/// Runs a workload on a new area twice: to time it, and, on another, to time it with copies and
-/// count bytes.
+/// Runs a workload on new areas twice: to time it, and, on others, to time it with copies and count
+/// bytes.
 ///
 /// # Errors
 /// If the tracker does not work here.
-pub fn measure_area(
+pub fn measure_areas(
     system: TrackerSystem,
     identity: &GuestCallIdentity,
-    words: usize,
+    layout: AreaLayout,
     transactions: usize,
     fill: impl Fn(&mut [u64]),
     work: impl Fn(&mut [u64], usize),
 ) -> Result<RunResult> {
     let run = |copies| {
-        TrackedArea::new(system.open_session(identity)?, words, &fill)?.run_transactions(
+        TrackedAreas::new(system.open_session(identity)?, layout, &fill)?.run_transactions(
             transactions,
             copies,
             &work,

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use firn_structures::DataStructure;
 
-use crate::system::{GuestCallIdentity, RunResult, TrackerSystem, measure_area};
+use crate::system::{AreaLayout, GuestCallIdentity, RunResult, TrackerSystem, measure_areas};
 
 /// The count of elements that areas have space for.
 pub const ELEMENTS: usize = 10_000;
@@ -67,16 +67,16 @@ impl StructureWorkload {
         operations: usize,
         per_transaction: usize,
     ) -> Result<RunResult> {
-        let words = (self.structure.words)(ELEMENTS);
+        let layout = AreaLayout { areas: 1, words: (self.structure.words)(ELEMENTS) };
         let work = |words: &mut [u64], transaction: usize| {
             (0..per_transaction).for_each(|number| {
                 self.run_operation(words, transaction * per_transaction + number);
             });
         };
-        measure_area(
+        measure_areas(
             system,
             identity,
-            words,
+            layout,
             operations / per_transaction,
             |words| self.prepare_structure(words),
             work,

@@ -10,6 +10,7 @@ use firn_calls::{
 };
 use firn_types::GuestPhys;
 
+#[expect(dead_code, reason = "the tests use the rest of it")]
 #[path = "../../tests/guest/mod.rs"]
 mod guest;
 

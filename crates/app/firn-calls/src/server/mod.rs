@@ -11,49 +11,22 @@
 //! reply. The expensive work, the search for an address space, is done only for applications with a
 //! key.
 
+mod access;
 mod area;
+mod followed_pages;
+mod page_index;
+mod pending_report;
 mod session;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_types::{GuestPhys, Page};
+use firn_types::Page;
 
-use crate::key::{MessageSender, Nonce, Proof, SealKey};
+use crate::key::{MessageSender, Nonce, SealKey};
 use crate::message::{self, CallRefusal, CallReply, CallRequest};
 use crate::policy::{ApplicationPolicy, CallPolicy};
-use crate::store_recording::PluginOrder;
+pub use access::{GuestAccess, PartMapping, PartNumber, PartTranslation};
 use session::CallSession;
-
-/// The server's access to the guest.
-pub trait GuestAccess {
-    /// A random number that no program can guess.
-    fn random_number(&mut self) -> Nonce;
-
-    /// The address spaces that have these bytes at this address.
-    fn find_spaces(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys>;
-
-    /// Whether this address space has these bytes at this address.
-    fn has_proof(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool;
-
-    /// The physical pages of an address space, if the program owns them and may write them: one
-    /// result for each page.
-    fn translate_pages(
-        &mut self,
-        space: GuestPhys,
-        start: u64,
-        pages: u32,
-    ) -> Vec<Result<Page, CallRefusal>>;
-
-    /// Of these pages, in ascending order, those that were written since they were last reported,
-    /// and the era: the number of the period since whose begin all writes are known. Another era
-    /// than before means that some writes were missed in between. `None` if writes cannot be
-    /// followed now. Other pages may be reported too: each write is reported once, to the session
-    /// that asks first.
-    fn take_written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
-
-    /// Sends an order to the plugin. False if no plugin observes stores.
-    fn order_plugin(&mut self, order: &PluginOrder) -> bool;
-}
 
 /// An event that the supervisor writes to its log.
 #[derive(Clone, Debug, PartialEq, Eq)]

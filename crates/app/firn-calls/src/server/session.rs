@@ -4,15 +4,20 @@ use std::collections::BTreeMap;
 
 use firn_types::{GuestPhys, PAGE_SIZE, Page};
 
+use super::PendingSession;
+use super::access::GuestAccess;
 use super::area::FollowedArea;
-use super::{GuestAccess, PendingSession};
+use super::followed_pages::{FollowedPages, ranges_of_pages};
+use super::pending_report::PendingReport;
 use crate::key::{MessageSender, Proof, SealKey};
-use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId, PageRun};
+use crate::message::{self, CallRefusal, CallReply, CallRequest, FollowedAreaId};
 use crate::store_recording::{PluginOrder, RecordedApplication, WORD};
 use crate::window::SlotField;
 
 /// The maximum count of areas of a session.
-const AREAS_MAX: u16 = 256;
+const AREAS_MAX: u16 = 4096;
+/// How often a `Collect` looks at a part whose table is being written.
+const LOOKS_MAX: usize = 5;
 /// The end of the part of an address space that belongs to programs, on x86-64 with four levels of
 /// tables. Linux gives a program higher addresses only if the program requests them.
 const PROGRAMS_END: u64 = 1 << 47;
@@ -29,6 +34,8 @@ pub(super) struct CallSession {
     proof: Proof,
     pages_max: u32,
     areas: BTreeMap<FollowedAreaId, FollowedArea>,
+    pages: FollowedPages,
+    report: PendingReport,
     next: u16,
     /// The era since whose begin all writes are known.
     era: Option<u64>,
@@ -71,6 +78,8 @@ impl CallSession {
             proof,
             pages_max: by.application.pages,
             areas: BTreeMap::new(),
+            pages: FollowedPages::default(),
+            report: PendingReport::default(),
             next: 0,
             era: None,
             last_collect: 0,
@@ -127,10 +136,7 @@ impl CallSession {
         match *request {
             CallRequest::Hello { .. } | CallRequest::Prove { .. } => Err(CallRefusal::Early),
             CallRequest::Bye => Ok(CallReply::Done),
-            CallRequest::Forget(id) => {
-                self.end_recording(below);
-                self.areas.remove(&id).map(|_| CallReply::Done).ok_or(CallRefusal::NoArea)
-            }
+            CallRequest::Forget(id) => self.forget_area(id, below),
             CallRequest::Follow { start, pages } => self.follow_area(start, pages, below, written),
             CallRequest::Collect { known } => self.collect_writes(sequence, known, below, written),
             CallRequest::RecordStores { end } => self.begin_recording(sequence, end, below),
@@ -154,16 +160,18 @@ impl CallSession {
         self.check_space(below)?;
         self.check_range(start, pages)?;
         self.end_recording(below);
-        let physical: Result<Vec<Page>, CallRefusal> =
-            below.translate_pages(self.space, start, pages).into_iter().collect();
-        let area = FollowedArea::new(start, physical?);
+        let area = FollowedArea { start, pages };
+        let translate = |part| (part, below.translate_part(self.space, part));
+        let translations: Vec<_> = area.parts().map(translate).collect();
+        let physical = area.physical_pages(&translations)?;
         // Earlier writes there are no news for this session, but for sessions that already follow
         // these pages.
-        let found = below.take_written(&sort_distinct(area.physical_pages()));
+        let found = below.take_written(&ranges_of_pages(physical));
         let (era, found) = found.ok_or(CallRefusal::Unavailable)?;
         // Areas followed since an earlier era have missed writes.
         if self.era != Some(era) {
-            self.areas.values_mut().for_each(FollowedArea::mark_all_written);
+            self.areas.iter().for_each(|(id, area)| self.report.mark_area(*id, area.pages));
+            self.pages.mark_tables_written();
         }
         self.era = Some(era);
         *written = found;
@@ -171,7 +179,20 @@ impl CallSession {
         let id = FollowedAreaId(self.next);
         self.next += 1;
         self.areas.insert(id, area);
+        self.pages.add_area(id, area, translations, &mut self.report);
         Ok(CallReply::Following(id))
+    }
+
+    fn forget_area(
+        &mut self,
+        id: FollowedAreaId,
+        below: &mut dyn GuestAccess,
+    ) -> Result<CallReply, CallRefusal> {
+        self.end_recording(below);
+        let area = self.areas.remove(&id).ok_or(CallRefusal::NoArea)?;
+        self.pages.remove_area(id, area);
+        self.report.forget_area(id);
+        Ok(CallReply::Done)
     }
 
     fn check_range(&self, start: u64, pages: u32) -> Result<(), CallRefusal> {
@@ -183,7 +204,7 @@ impl CallSession {
         if end > PROGRAMS_END {
             return Err(CallRefusal::Kernel(start));
         }
-        let followed: u32 = self.areas.values().map(FollowedArea::page_count).sum();
+        let followed: u32 = self.areas.values().map(|area| area.pages).sum();
         if pages > self.pages_max.saturating_sub(followed) {
             return Err(CallRefusal::TooMuch(self.pages_max));
         }
@@ -200,22 +221,39 @@ impl CallSession {
     ) -> Result<CallReply, CallRefusal> {
         self.check_space(below)?;
         if known == self.last_collect {
-            self.areas.values_mut().for_each(FollowedArea::acknowledge_reported);
+            self.report.acknowledge_reported();
             self.replied_anything = false;
         }
         self.last_collect = sequence;
-        for area in self.areas.values_mut() {
-            area.update_physical(&below.translate_pages(self.space, area.start, area.page_count()));
-        }
-        let pages = sort_distinct(self.areas.values().flat_map(FollowedArea::physical_pages));
-        let (era, found) = below
-            .take_written(&pages)
-            .map_or((None, Vec::new()), |(era, found)| (Some(era), found));
-        *written = found;
-        self.mark_written(written);
-        self.replied_anything |= era.is_none() || era != self.era;
-        self.era = era;
+        self.era = self.find_writes(below, written);
         Ok(self.report_writes())
+    }
+
+    /// Finds the pages that were written, and where the pages are now (see `followed_pages`).
+    /// Returns the era since whose begin all writes are known.
+    fn find_writes(&mut self, below: &mut dyn GuestAccess, written: &mut Vec<Page>) -> Option<u64> {
+        let mut parts = self.pages.parts();
+        let mut era = self.era;
+        for look in 0..LOOKS_MAX {
+            if parts.is_empty() && look > 0 {
+                break;
+            }
+            self.pages.compare_mappings(&parts, self.space, below);
+            let taken = below.take_written(&self.pages.ranges_of_parts(&parts));
+            let now = taken.as_ref().map(|(now, _)| *now);
+            if now.is_none() || now != era {
+                self.replied_anything = true;
+                self.pages.mark_tables_written();
+            }
+            era = now;
+            let (_, found) = taken?;
+            self.mark_written(&found);
+            written.extend(found);
+            parts = self.pages.translate_stale(self.space, below, &mut self.report);
+        }
+        self.pages.distrust_parts(&parts, &mut self.report);
+        self.pages.mark_incomplete(&mut self.report);
+        era
     }
 
     fn begin_recording(
@@ -250,24 +288,14 @@ impl CallSession {
 
     /// The written pages, unless they are not known or do not fit into a reply.
     fn report_writes(&mut self) -> CallReply {
-        let mut runs: Vec<PageRun> = Vec::new();
-        self.areas.iter_mut().for_each(|(id, area)| area.report_runs(*id, &mut runs));
-        let written = CallReply::Written(runs);
+        let written = CallReply::Written(self.report.report_runs());
         let fits = message::encode_message(&written).len() + crate::key::SEAL_BYTES
             <= SlotField::ANSWER_BYTES;
         if self.replied_anything || !fits { CallReply::Anything } else { written }
     }
 
-    /// Records that these physical pages, in ascending order, were written.
+    /// Records that these physical pages were written.
     pub(super) fn mark_written(&mut self, written: &[Page]) {
-        self.areas.values_mut().for_each(|area| area.mark_written(written));
+        self.pages.mark_written(written, &mut self.report);
     }
-}
-
-/// Sorts pages, and removes duplicates.
-fn sort_distinct(pages: impl Iterator<Item = Page>) -> Vec<Page> {
-    let mut pages: Vec<Page> = pages.collect();
-    pages.sort_unstable();
-    pages.dedup();
-    pages
 }

@@ -36,7 +36,7 @@ pub struct PageFlags {
     pub dirty: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageTableEntry(pub(super) u64);
 
 impl PageTableEntry {

@@ -135,6 +135,54 @@ fn a_lookup_and_a_walk_find_the_same_page() {
 }
 
 #[test]
+fn a_part_is_looked_up_as_its_pages_are() {
+    for levels in [4, 5] {
+        let mut guest = Guest::new();
+        let root = guest.new_table();
+        guest.map_page(root, levels, 0x7fff_0020_0000, 2 * MIB, 2);
+        guest.map_page(root, levels, 0x40_0000, 0x12_3000, 1);
+        guest.map_page(root, levels, 0x40_1000, (4 << 30) + 0x1000, 1);
+        guest.map_page(root, levels, 0x40_2000, 3 << 30, 1);
+        guest.map_page(root, levels, 0x40_0000_0000, 4 << 30, 3);
+        for part in [2, 0x3fff_8001, 0x20_0000, 0x20_0003, 0x20_0004, 7] {
+            let mut lookup = PageLookup::new(&guest, root, levels);
+            let first = part * PART_PAGES;
+            let each: Vec<_> = (first..first + PART_PAGES)
+                .map(|page| lookup.writable_page(VirtPage(page)))
+                .collect();
+            let path = lookup.part_path(part);
+            let all = path.map(|path| lookup.part_pages(part, path));
+            assert_eq!(all.unwrap_or_else(|why| vec![Err(why); 512]), each, "part {part:#x}");
+            let table = path.ok().and_then(|path| path.table_page(&guest));
+            assert_eq!(table.is_some(), part == 2);
+        }
+    }
+}
+
+#[test]
+fn a_path_changes_with_the_table_and_the_rights_but_not_with_use() {
+    const ACCESSED: u64 = 1 << 5;
+    let mut guest = Guest::new();
+    let root = guest.new_table();
+    guest.map_page(root, 4, 0x40_0000, 0x12_3000, 1);
+    let path = |guest: &Guest| PageLookup::new(guest, root, 4).part_path(2).unwrap();
+    let before = path(&guest);
+    for level in 2..=4u64 {
+        let (table, index) = (GuestPhys((4 - level) * 4096), index_at(0x40_0000, level as u8));
+        for (bit, is_same) in [(ACCESSED, true), (1 << 6, true), (1 << 1, false), (1 << 2, false)] {
+            *guest.entry(table, index) ^= bit;
+            let now = path(&guest);
+            assert_eq!((now == before, now.number() == before.number()), (is_same, is_same));
+            *guest.entry(table, index) ^= bit;
+        }
+    }
+    let other = guest.new_table();
+    *guest.entry(GuestPhys(2 * 4096), 2) = other.0 | DATA;
+    assert_ne!(path(&guest).number(), before.number());
+    assert_eq!(path(&guest).table_page(&guest), Some(Page(4)));
+}
+
+#[test]
 fn a_write_needs_permission_at_every_level() {
     const WRITABLE: u64 = 1 << 1;
     const USER: u64 = 1 << 2;

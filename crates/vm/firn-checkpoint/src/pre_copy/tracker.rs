@@ -146,13 +146,13 @@ impl WriteTracker {
         Ok(new)
     }
 
-    /// Of these pages, in ascending order, those that were written since they were last reported,
-    /// here or to a save; perhaps also some pages between them, which are not reported again
-    /// either.
+    /// Of the pages in these ranges, in ascending order, those that were written since they were
+    /// last reported, here or to a save; perhaps also some pages between them, which are not
+    /// reported again either.
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn written_among(&mut self, pages: &[Page]) -> Result<Vec<Page>, ScanError> {
+    pub fn written_among(&mut self, pages: &[Range<Page>]) -> Result<Vec<Page>, ScanError> {
         let mut new = Vec::new();
         for run in runs_over_gaps(pages) {
             self.scan.collect_written_and_rearm(run, &mut new)?;
@@ -190,16 +190,16 @@ impl WriteTracker {
     }
 }
 
-/// Pages in ascending order, as runs. Small gaps are included: each run costs several system calls,
-/// and polling the pages of a gap costs less.
-fn runs_over_gaps(pages: &[Page]) -> Vec<Range<Page>> {
+/// Joins ranges in ascending order with small gaps between them: each range costs several system
+/// calls, and polling the pages of a gap costs less.
+fn runs_over_gaps(pages: &[Range<Page>]) -> Vec<Range<Page>> {
     let mut runs: Vec<Range<Page>> = Vec::new();
-    for &page in pages {
+    for range in pages {
         match runs.last_mut() {
-            Some(run) if page.0 <= run.end.0.saturating_add(GAP_PAGES) => {
-                run.end = Page(page.0 + 1)
+            Some(run) if range.start.0 <= run.end.0.saturating_add(GAP_PAGES) => {
+                run.end = range.end
             }
-            _ => runs.push(page..Page(page.0 + 1)),
+            _ => runs.push(range.clone()),
         }
     }
     runs
@@ -226,9 +226,12 @@ mod tests {
 
     #[test]
     fn neighbours_are_asked_for_together() {
-        let pages = [3, 4, 5 + GAP_PAGES, 9 + 2 * GAP_PAGES, 10 + 2 * GAP_PAGES].map(Page);
-        let expected = [3..6 + GAP_PAGES, 9 + 2 * GAP_PAGES..11 + 2 * GAP_PAGES];
-        assert_eq!(runs_over_gaps(&pages), expected.map(|run| Page(run.start)..Page(run.end)));
+        let ranges = |ranges: &[Range<u32>]| -> Vec<_> {
+            ranges.iter().map(|range| Page(range.start)..Page(range.end)).collect()
+        };
+        let (near, far) = (5 + GAP_PAGES, 10 + 2 * GAP_PAGES);
+        let asked = ranges(&[3..5, near..near + 1, far..far + 2]);
+        assert_eq!(runs_over_gaps(&asked), ranges(&[3..near + 1, far..far + 2]));
         assert_eq!(runs_over_gaps(&[]), []);
     }
 }

@@ -10,6 +10,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,11 +18,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use firn_calls::{
-    CallLogEvent, CallPolicy, CallRefusal, CallWindow, GuestAccess, Nonce, PluginOrder, Proof,
-    SessionServer,
+    CallLogEvent, CallPolicy, CallRefusal, CallWindow, GuestAccess, Nonce, PartMapping, PartNumber,
+    PartTranslation, PluginOrder, Proof, SessionServer,
 };
 use firn_memory::guest_pages::{
-    GuestPhysRead, PageAccessError, PageLookup, VirtPage, kernel_half_roots,
+    GuestPhysRead, PART_PAGES, PageAccessError, PageLookup, PartPath, VirtPage, kernel_half_roots,
 };
 use firn_memory::{GuestMemory, SharedWords};
 use firn_types::{GuestPhys, PAGE_SIZE, Page};
@@ -312,27 +313,40 @@ impl GuestAccess for CallingGuest {
         is_read && bytes.get(offset..offset + proof.len()) == Some(&proof[..])
     }
 
-    fn translate_pages(
-        &mut self,
-        space: GuestPhys,
-        start: u64,
-        pages: u32,
-    ) -> Vec<Result<Page, CallRefusal>> {
+    fn find_mappings(&mut self, space: GuestPhys, parts: &[PartNumber]) -> Vec<PartMapping> {
         let mut lookup = PageLookup::new(&*self.memory, space, self.levels);
-        let first = start / PAGE_SIZE as u64;
-        (first..first + u64::from(pages))
-            .map(|page| {
-                lookup.writable_page(VirtPage(page)).map_err(|why| to_refusal(why, VirtPage(page)))
-            })
-            .collect()
+        parts.iter().map(|part| to_mapping(lookup.part_path(part.0), &self.memory)).collect()
     }
 
-    fn take_written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
+    fn translate_part(&mut self, space: GuestPhys, part: PartNumber) -> PartTranslation {
+        let mut lookup = PageLookup::new(&*self.memory, space, self.levels);
+        let path = lookup.part_path(part.0);
+        let mapping = to_mapping(path, &self.memory);
+        let pages = match path {
+            Ok(path) => lookup.part_pages(part.0, path),
+            Err(why) => vec![Err(why); PART_PAGES as usize],
+        };
+        let pages = (part.first_page()..).map(VirtPage).zip(pages);
+        let pages = pages.map(|(at, page)| page.map_err(|why| to_refusal(why, at))).collect();
+        PartTranslation { mapping, pages }
+    }
+
+    fn take_written(&mut self, pages: &[Range<Page>]) -> Option<(u64, Vec<Page>)> {
         self.changes.written_among(pages)
     }
 
     fn order_plugin(&mut self, order: &PluginOrder) -> bool {
         self.plugin.send_order(order)
+    }
+}
+
+const _: () = assert!(PART_PAGES == PartNumber::PAGES);
+
+fn to_mapping(path: Result<PartPath, PageAccessError>, memory: &GuestMemory) -> PartMapping {
+    match path {
+        Ok(path) => PartMapping { table: path.table_page(memory), entry: path.number() },
+        // The entry of no path is 0: its entry is present.
+        Err(_) => PartMapping { table: None, entry: 0 },
     }
 }
 

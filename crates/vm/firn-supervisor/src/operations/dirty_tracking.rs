@@ -4,6 +4,7 @@
 //! its parent. So the journal records only that the guest's memory is registered, and a successor
 //! releases it.
 
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use firn_checkpoint::{SaveStrategy, WriteTracker};
@@ -43,11 +44,11 @@ impl DirtyTracking {
         Ok(())
     }
 
-    /// Of these pages, in ascending order, those that were written since they were last returned,
-    /// and possibly some between them; and the number of the current era. If the era differs from
-    /// that of an earlier call, some writes were reported to a save. `None` while a save tracks the
-    /// guest's memory.
-    pub(crate) fn written_among(&self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
+    /// Of the pages in these ranges, in ascending order, those that were written since they were
+    /// last returned, and possibly some between them; and the number of the current era. If the era
+    /// differs from that of an earlier call, some writes were reported to a save. `None` while a
+    /// save tracks the guest's memory.
+    pub(crate) fn written_among(&self, pages: &[Range<Page>]) -> Option<(u64, Vec<Page>)> {
         let mut state = self.lock_state();
         let era = state.era;
         let written = state.tracker.as_mut()?.written_among(pages);

@@ -12,7 +12,6 @@ use crate::guest::{GuestControl, GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
 
 const VM: &str = "transactions";
-const MIB: u32 = 512;
 const BOOT: Duration = Duration::from_secs(120);
 /// The maximum time of all runs of one workload.
 const LIMIT: Duration = Duration::from_secs(900);
@@ -20,8 +19,20 @@ const LIMIT: Duration = Duration::from_secs(900);
 const NAME: &str = "ledger";
 /// Its key, which is used only here.
 const KEY: &str = "5a17c3e09b2d4f6881a0b3c7d5e9f2146b8d0a2c4e6f8193a5b7c9d1e3f50729";
-/// The maximum count of pages that it may have followed.
-const PAGES: u32 = 4096;
+
+/// The size of a guest.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GuestSize {
+    /// Its memory.
+    pub(super) mib: u32,
+    /// The maximum count of pages that its application may have followed.
+    pub(super) pages: u32,
+}
+
+impl GuestSize {
+    /// For areas of a few MiB.
+    pub(super) const SMALL: Self = Self { mib: 512, pages: 4096 };
+}
 
 /// The guest; dropping it stops the VM.
 pub(super) struct TransactionGuest<'a> {
@@ -33,12 +44,16 @@ pub(super) struct TransactionGuest<'a> {
 impl<'a> TransactionGuest<'a> {
     /// Boots the guest with one vCPU: the host's side of calls needs a processor too. The plugin
     /// notes its stores if a system needs that.
-    pub(super) fn boot_guest(lab: &'a Lab, systems: &'static [TrackerSystem]) -> Result<Self> {
+    pub(super) fn boot_guest(
+        lab: &'a Lab,
+        systems: &'static [TrackerSystem],
+        size: GuestSize,
+    ) -> Result<Self> {
         let (agent, policy) = (lab.file("agent"), lab.file("policy.toml"));
-        let entry = format!("[applications.{NAME}]\nkey = \"{KEY}\"\npages = {PAGES}\n");
+        let entry = format!("[applications.{NAME}]\nkey = \"{KEY}\"\npages = {}\n", size.pages);
         firn_files::replace_private(&policy, entry.as_bytes())?;
         let args = QemuArgs::new(&GuestImage::small()?, accel::choose_accel().accel)
-            .memory_mib(MIB)
+            .memory_mib(size.mib)
             .vcpus(1)
             .with_console(&lab.file("console"))
             .with_agent_socket(&agent);

@@ -20,7 +20,7 @@ use firn_transactions::{GuestCallIdentity, TrackerSystem, WriteShape};
 use serde_json::json;
 
 use super::environment::TestEnvironment;
-use super::guest::TransactionGuest;
+use super::guest::{GuestSize, TransactionGuest};
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 
@@ -50,21 +50,21 @@ const SWEEPS: [ParameterSweep; 3] = [
         name: "ppt",
         title: "Pages per transaction (WPP 4, 1 MiB)",
         x: "pages per transaction",
-        at: |ppt| WriteShape { ppt, wpp: 4, pages: PAGES },
+        at: |ppt| WriteShape { ppt, wpp: 4, pages: PAGES, areas: 1 },
         values: &[1, 2, 4, 8, 16, 32],
     },
     ParameterSweep {
         name: "wpp",
         title: "Writes per page (PPT 2, 1 MiB)",
         x: "writes per page",
-        at: |wpp| WriteShape { ppt: 2, wpp, pages: PAGES },
+        at: |wpp| WriteShape { ppt: 2, wpp, pages: PAGES, areas: 1 },
         values: &[1, 2, 4, 8, 16],
     },
     ParameterSweep {
         name: "cda_kib",
         title: "Size of the critical data area (PPT 4, WPP 4)",
         x: "KiB",
-        at: |kib| WriteShape { ppt: 4, wpp: 4, pages: kib / 4 },
+        at: |kib| WriteShape { ppt: 4, wpp: 4, pages: kib / 4, areas: 1 },
         values: &[64, 256, 1024, 4096],
     },
 ];
@@ -79,7 +79,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         })
     {
         let guest = (environment == TestEnvironment::Guest)
-            .then(|| TransactionGuest::boot_guest(lab, environment.systems()))
+            .then(|| TransactionGuest::boot_guest(lab, environment.systems(), GuestSize::SMALL))
             .transpose()?;
         for sweep in &SWEEPS {
             lab.log_progress(&format!("{}, {}", sweep.title, environment.name()));

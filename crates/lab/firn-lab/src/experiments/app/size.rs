@@ -10,6 +10,9 @@
 //! by tracker. Then, with a log, `memory_ratio`: the maximum of resident memory (VmHWM) during the
 //! first commit, a commit of a page and one of everything, less what the process had before, as a
 //! multiple of the areas. Each is measured in a process of its own.
+//!
+//! Last, the same transactions in a guest, where Firn on the host is the tracker (`guest`, see
+//! `size_in_guest`). `--only` selects parts: `native`, `memory`, `guest`.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,6 +22,7 @@ use anyhow::{Context as _, Result, ensure};
 use firn_app::{Area, BackupTarget, FsyncPolicy, Session, SessionOptions, TrackerKind};
 use serde_json::json;
 
+use super::size_in_guest;
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -42,24 +46,46 @@ const TRACKERS: [Option<TrackerKind>; 5] = [
     Some(TrackerKind::Scan),
 ];
 
+/// The parts of the experiment.
+const PARTS: [&str; 3] = ["native", "memory", "guest"];
+
 /// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
-    let mut report = lab.report("app-size");
+    let parts = lab.extent.select_wanted(&PARTS, str::to_owned);
+    let mut report = match parts.contains(&"guest") {
+        true => lab.vm_report("app-size"),
+        false => lab.report("app-size"),
+    };
+    for part in parts {
+        match part {
+            "native" => measure_natively(lab, &mut report)?,
+            "memory" => measure_memory(lab, &mut report)?,
+            _ => size_in_guest::measure_in_guest(lab, &mut report)?,
+        }
+    }
+    Ok(report)
+}
+
+fn measure_natively(lab: &Lab, report: &mut Report) -> Result<()> {
     let sizes = lab.extent.pick(SIZES.0, SIZES.1);
     for count in COUNTS {
         for tracker in lab.extent.select_wanted(&TRACKERS, |it| tracker_name(it).to_owned()) {
             lab.log_progress(&format!("{}, {count} areas", tracker_name(tracker)));
-            measure_commits(lab, &mut report, (tracker, count), sizes)?;
+            measure_commits(lab, report, (tracker, count), sizes)?;
         }
     }
-    for &mib in sizes {
+    Ok(())
+}
+
+fn measure_memory(lab: &Lab, report: &mut Report) -> Result<()> {
+    for &mib in lab.extent.pick(SIZES.0, SIZES.1) {
         for count in COUNTS {
             lab.log_progress(&format!("memory of {count} areas, {mib} MiB"));
             let ratio = measure_memory_in_child(&lab.file("size.log"), mib, count)?;
             report.add_number(format!("memory_ratio.areas{count}.mib{mib}"), ratio);
         }
     }
-    Ok(report)
+    Ok(())
 }
 
 fn tracker_name(tracker: Option<TrackerKind>) -> &'static str {

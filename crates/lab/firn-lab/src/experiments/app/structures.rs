@@ -29,7 +29,7 @@ use firn_transactions::{GuestCallIdentity, RunResult, StructureWorkload, Tracker
 use serde_json::json;
 
 use super::environment::TestEnvironment;
-use super::guest::TransactionGuest;
+use super::guest::{GuestSize, TransactionGuest};
 use crate::lab::{Lab, run_interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -143,7 +143,7 @@ fn measure_natively(lab: &Lab) -> Result<Vec<MeasuredCell>> {
 }
 
 fn measure_in_guest(lab: &Lab, environment: TestEnvironment) -> Result<Vec<MeasuredCell>> {
-    let guest = TransactionGuest::boot_guest(lab, environment.systems())?;
+    let guest = TransactionGuest::boot_guest(lab, environment.systems(), GuestSize::SMALL)?;
     let rounds = lab.extent.runs(ROUNDS_IN_GUEST.0, ROUNDS_IN_GUEST.1);
     let mut cells = Vec::new();
     for workload in StructureWorkload::all_pairs() {

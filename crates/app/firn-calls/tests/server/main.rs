@@ -13,7 +13,10 @@ use firn_calls::{
 use firn_types::{GuestPhys, Page};
 use proptest::prelude::*;
 
+mod busy_guest;
+#[path = "../guest/mod.rs"]
 mod guest;
+mod translation;
 
 use guest::{Guest, PAGE};
 
@@ -160,7 +163,7 @@ fn an_area_is_the_applications_own() {
     let (mut server, mut guest) = (server(), Guest::new());
     guest.map(OWN, 0x40_0000, 10, 65);
     guest.map(OTHER, 0x90_0000, 90, 1);
-    guest.maps.insert((OWN, 0x50_0000), Err(CallRefusal::ReadOnly(0x50_0000)));
+    guest.place(OWN, 0x50_0000, Err(CallRefusal::ReadOnly(0x50_0000)));
     let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
     let mut refused =
         |start, pages| match follow(&mut server, &mut guest, 0, &mut caller, start, pages) {
@@ -307,6 +310,41 @@ fn more_than_fits_is_anything() {
     assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
 }
 
+#[test]
+fn a_thousand_areas_are_followed_and_recorded() {
+    const AREAS: u16 = 4096;
+    let key = "07".repeat(32);
+    let text = format!("[applications.ledger]\nkey = \"{key}\"\npages = 40000");
+    let (mut server, mut guest) =
+        (SessionServer::new(CallPolicy::parse(&text).unwrap()), Guest::new());
+    guest.recorded = Some(Default::default());
+    let start = |area: u16| 0x40_0000 + u64::from(area) * 3 * PAGE;
+    guest.map(OWN, start(0), 10, 3 * u32::from(AREAS));
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    for area in 0..AREAS {
+        let id = follow(&mut server, &mut guest, 0, &mut caller, start(area), 2).unwrap();
+        assert_eq!(id, FollowedAreaId(area));
+    }
+    let more = follow(&mut server, &mut guest, 0, &mut caller, start(0), 1);
+    assert_eq!(more, Err(CallRefusal::TooMany(AREAS).into()));
+    collect(&mut server, &mut guest, 0, &mut caller).unwrap();
+    for area in (0..AREAS).step_by(4) {
+        guest.write(OWN, start(area) + PAGE);
+    }
+    let told = runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap());
+    let expected: Vec<_> = (0..AREAS).step_by(4).map(|area| (area, 1, 1)).collect();
+    assert_eq!(told, expected, "a reply has room for the pages of a thousand areas");
+    for area in 0..AREAS {
+        guest.write(OWN, start(area));
+    }
+    assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(WrittenPages::Anything));
+    let mut reader = request_recording(&mut server, &mut guest, 0, &mut caller, 0x18).unwrap();
+    let stores = guest.recorded.as_mut().unwrap().get_mut(&0).unwrap();
+    stores.record_store(start(AREAS - 1) + 8, 8);
+    let word = WordRun { area: FollowedAreaId(AREAS - 1), first: 1, words: 1 };
+    assert_eq!(end(&mut guest, 0, &mut reader), Some(StoreReport::Words(vec![word])));
+}
+
 #[derive(Clone, Debug)]
 enum Event {
     Write { page: u64 },
@@ -354,7 +392,7 @@ proptest! {
                 }
                 Event::Move { page } => {
                     places += 1;
-                    guest.maps.insert((OWN, 0x40_0000 + page * PAGE), Ok(Page(places)));
+                    guest.place(OWN, 0x40_0000 + page * PAGE, Ok(Page(places)));
                 }
                 Event::Collect { lost } => {
                     let request = caller.collect_request();
