@@ -1,7 +1,8 @@
 //! The client side of the control socket: how `firn` commands reach a VM's supervisor.
 //!
 //! A command that finds no supervisor for a VM that needs one starts a successor first. So any
-//! command recovers a VM whose supervisor and guard were both killed.
+//! command recovers a VM whose supervisor and guards were all killed. In the middle of a restore it
+//! leaves that to a guard that lives, which has the open files and the keys of the image.
 
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -25,12 +26,16 @@ use crate::records::control_protocol::{
 use crate::records::failure::{Failure, FailureContext, FailureKind};
 use crate::records::journal::{Journal, JournalResult, VmPhase};
 use crate::records::name::VmName;
-use crate::recovery::guard;
 use crate::recovery::vm_survey;
+use crate::recovery::{guard, image_files};
 
 /// The maximum time that a new supervisor may take to open its control socket. Recovery takes some
 /// milliseconds; a host that is out of memory or disk may take longer.
 const SOCKET_WAIT: Duration = Duration::from_secs(10);
+
+/// The maximum time that a command leaves to the guards to start a supervisor. The watcher leaves
+/// the guard a second; a supervisor that dies repeatedly is started after growing delays.
+const GUARDS_WAIT: Duration = Duration::from_secs(10);
 
 /// The interval between attempts to connect to the control socket.
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
@@ -407,12 +412,39 @@ pub fn ensure_supervisor(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
     if !needs_supervisor(&journal) || find_supervisor(vm)?.is_some() {
         return Ok(());
     }
+    if image_files::are_kept_in(&journal.phase) && is_started_by_guards(vm)? {
+        return Ok(());
+    }
     match spawn::spawn_successor(base, vm, &[]) {
         Ok(mut child) => wait_for_socket(vm, &mut || matches!(child.try_wait(), Ok(None))),
         // Another process was faster, and found that nothing was left to manage.
         Err(_) if !has_journal(vm) => Err(no_such_vm(vm)),
         Err(error) => Err(error).while_doing("starting a supervisor"),
     }
+}
+
+/// Waits until a guard has started a supervisor; false if none does. A supervisor that a guard
+/// starts receives the open files and the keys of the image. One that a command starts lacks them.
+fn is_started_by_guards(vm: &VmDir) -> Result<bool, Failure> {
+    let deadline = Instant::now() + GUARDS_WAIT;
+    while is_guarded(vm)? && Instant::now() < deadline {
+        thread::sleep(RETRY_INTERVAL);
+        if find_supervisor(vm)?.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(find_supervisor(vm)?.is_some())
+}
+
+/// Whether a guard can start a supervisor: one that is stopped by a signal cannot.
+fn is_guarded(vm: &VmDir) -> Result<bool, Failure> {
+    for role in [ProcessRole::Guard, ProcessRole::Watcher] {
+        let holder = lock::role_holder(vm.path(), role).while_doing("finding the guards")?;
+        if holder.is_some_and(|pid| !is_stopped(pid)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Waits until the control socket accepts a connection, or the successor has ended.

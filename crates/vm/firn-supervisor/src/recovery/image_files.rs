@@ -63,13 +63,16 @@ impl KeptImageFiles {
     }
 }
 
+/// Whether the guards keep the files in this phase.
+pub(crate) fn are_kept_in(phase: &VmPhase) -> bool {
+    matches!(phase, VmPhase::Starting { .. } | VmPhase::Restoring { .. })
+}
+
 /// Whether a restore runs. If the journal can't be read, the files are kept as long as the VM
 /// exists.
 fn is_restoring(vm: &VmDir) -> bool {
     match Journal::load(&vm.journal_file()) {
-        Ok(journal) => journal.is_some_and(|it| {
-            matches!(it.phase, VmPhase::Starting { .. } | VmPhase::Restoring { .. })
-        }),
+        Ok(journal) => journal.is_some_and(|it| are_kept_in(&it.phase)),
         Err(_) => vm.exists(),
     }
 }

@@ -282,6 +282,24 @@ fn a_supervisor_that_is_killed_has_a_successor_with_the_key() {
     let _ = std::fs::remove_file(&filling);
 }
 
+/// The watcher leaves the guard a second. A command that comes meanwhile has no key.
+#[test]
+fn a_command_leaves_it_to_the_guards_to_start_a_supervisor() {
+    let mut subject = Subject::run();
+    let me = subject.make_identity("me");
+    subject.save("web.firn", &["--recipient", &me]);
+    subject.stop("web");
+    let filling = begin_lazy_restore(&mut subject);
+    let [supervisor, guard, _] = processes(&subject);
+    signal(guard, Signal::STOP);
+    kill(supervisor);
+    eventually("a successor", PATIENCE, || subject.session.status("web")["recoveries"] == 1);
+    kill(guard);
+    subject.session.firn(&["status", "web", "--watch"]).succeeds();
+    subject.is_exact("web");
+    let _ = std::fs::remove_file(&filling);
+}
+
 #[test]
 fn a_guest_whose_key_is_lost_waits_until_it_is_given_again() {
     let mut subject = Subject::run();

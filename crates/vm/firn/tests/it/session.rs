@@ -4,6 +4,7 @@ use firn_cache::{CacheConnection, CacheDir, CacheReply, CacheReport, CacheReques
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -12,6 +13,9 @@ use tempfile::TempDir;
 
 /// Environment variable that names another `firn`.
 const VARIABLE: &str = "FIRN";
+
+/// A command that has not ended by then never will. It is killed, and its test fails.
+const COMMAND_LIMIT: Duration = Duration::from_secs(400);
 
 /// A session; all its VMs end with it.
 pub struct Session {
@@ -106,7 +110,20 @@ impl Session {
     }
 
     pub fn firn(&self, args: &[&str]) -> Answer {
-        Answer::of(self.command(args).output().unwrap())
+        let mut command = self.command(args);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let pid = i64::from(child.id());
+        let (is_running, ended) = mpsc::channel::<()>();
+        let watch = std::thread::spawn(move || {
+            let is_late = ended.recv_timeout(COMMAND_LIMIT) == Err(RecvTimeoutError::Timeout);
+            is_late.then(|| kill(pid)).is_some()
+        });
+        let output = child.wait_with_output().unwrap();
+        drop(is_running);
+        let is_killed = watch.join().unwrap();
+        let answer = Answer::of(output);
+        assert!(!is_killed, "firn {} did not end: {}{}", args.join(" "), answer.out, answer.err);
+        answer
     }
 
     /// Runs a command that must succeed; returns the facts it prints.
