@@ -94,7 +94,7 @@ pub use partial::{PartialFile, abandon_partial, remove_partial};
 pub use placement::BlockPlacement;
 pub use reader::{ChainFile, Image};
 pub use rebase::{merge_chain, rebase_image};
-pub use reorder::{ListedWorkingSet, ReorderOptions, reorder_image};
+pub use reorder::{ListedWorkingSet, ReorderOptions, reorder_by_need, reorder_image};
 pub use sealed_copy::{ChainPart, check_sealed_file, list_chain, unlock_chain};
 pub use sections::{AuxBlock, ImageSections};
 pub use verify::{PROBLEMS_MAX, VerifyProblem, VerifyReport, verify_image, verify_own_file};

@@ -66,7 +66,7 @@ fn rewrite_onto(
     rewrite_image(
         image,
         &how,
-        &RewriteTarget { path: out, parent, identity, seal: image.seal() },
+        &RewriteTarget { path: out, parent, identity, seal: image.seal(), needed_first: None },
         progress,
     )
 }

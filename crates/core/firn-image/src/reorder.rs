@@ -1,7 +1,8 @@
-//! Rewriting of a checkpoint with another block organization, so that a comparison varies one
-//! thing.
+//! Rewriting of a checkpoint with another block organization: so that a comparison varies one
+//! thing, or so that what restores need first is stored together.
 //!
 //! ```text
+//!   by access   -->  access:    with the blocks that are needed first in front, as the working set
 //!   by access   -->  random:    shuffled; the access order is kept in a section of its own
 //!   random      -->  access:    by that section: the locality blocks are those of the first image again
 //!   random      -->  access:    without it, by the working set if there is one; else refused
@@ -93,12 +94,22 @@ pub fn reorder_image(
     out: &Path,
     progress: &dyn Fn(u32, u32),
 ) -> Result<ImageSummary, ImageError> {
-    rewrite_image(
-        image,
-        how,
-        &RewriteTarget { path: out, parent: None, identity: None, seal: image.seal() },
-        progress,
-    )
+    rewrite_image(image, how, &RewriteTarget::copy_of(image, out), progress)
+}
+
+/// As [`reorder_image`] by first access, but with these blocks before all others. They become the
+/// working set of the new image.
+pub fn reorder_by_need(
+    image: &Image,
+    needed_first: &[Block],
+    how: &ReorderOptions,
+    out: &Path,
+    progress: &dyn Fn(u32, u32),
+) -> Result<ImageSummary, ImageError> {
+    let how = ReorderOptions { by: BlockOrganization::Access, ..*how };
+    let target =
+        RewriteTarget { needed_first: Some(needed_first), ..RewriteTarget::copy_of(image, out) };
+    rewrite_image(image, &how, &target, progress)
 }
 
 /// The target of a rewritten image.
@@ -110,9 +121,23 @@ pub(crate) struct RewriteTarget<'a> {
     pub(crate) identity: Option<ImageIdentity>,
     /// The seal it keeps, if it is sealed.
     pub(crate) seal: Option<&'a ImageSeal>,
+    /// The blocks that are to be stored before all others, and to be its working set.
+    pub(crate) needed_first: Option<&'a [Block]>,
 }
 
-impl RewriteTarget<'_> {
+impl<'a> RewriteTarget<'a> {
+    /// A copy that builds on no other image.
+    fn copy_of(image: &'a Image, path: &'a Path) -> Self {
+        Self { path, parent: None, identity: None, seal: image.seal(), needed_first: None }
+    }
+
+    /// The order of first access, with the blocks in front that are needed first.
+    fn arrange_groups(&self, order: Option<Vec<AccessGroup>>) -> Option<Vec<AccessGroup>> {
+        let Some(blocks) = self.needed_first else { return order };
+        let first = AccessGroup { filled_by: FilledBy::Unknown, blocks: blocks.to_vec() };
+        Some(std::iter::once(first).chain(order.into_iter().flatten()).collect())
+    }
+
     fn create_writer(
         &self,
         geometry: Geometry,
@@ -136,7 +161,8 @@ pub(crate) fn rewrite_image(
 ) -> Result<ImageSummary, ImageError> {
     let (from, to) = (image.geometry(), how.target_geometry(image.geometry()));
     to.check_sizes()?;
-    let access_order = access_order(image)?.map(|it| resize_to(it, from, to));
+    let access_order = target.arrange_groups(access_order(image)?);
+    let access_order = access_order.map(|it| resize_to(it, from, to));
     let mut writer = target.create_writer(to, how.by)?;
     let (mut stored, mut zero) = survey_blocks(image, to);
     if let Some(parent) = target.parent {
@@ -172,7 +198,7 @@ pub(crate) fn rewrite_image(
         }
         packing.end_group(group.filled_by)?;
     }
-    let mut sections = convert_sections(image, to);
+    let mut sections = convert_sections(image, target.needed_first, to);
     let listed = std::mem::take(&mut sections.working_set);
     sections.working_set = arrange::degrade_working_set(how.working_set, listed, &stored, how.seed);
     packing.finish()?.finish(sections)
@@ -223,9 +249,12 @@ fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, Im
     Ok(resize_to(vec![group], image.geometry(), to))
 }
 
-/// The sections of the image, converted to the new block size.
-fn convert_sections(image: &Image, to: Geometry) -> ImageSections {
+/// The sections of the image, converted to the new block size, perhaps with another working set.
+fn convert_sections(image: &Image, working_set: Option<&[Block]>, to: Geometry) -> ImageSections {
     let mut sections = image.sections().clone();
+    if let Some(blocks) = working_set {
+        sections.working_set = blocks.to_vec();
+    }
     if image.geometry().block_size != to.block_size {
         let blocks = std::mem::take(&mut sections.working_set);
         let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };

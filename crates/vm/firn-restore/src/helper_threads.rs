@@ -135,7 +135,7 @@ impl<'a> ReaderThread<'a> {
             pass_point("restore.fill");
         }
         let began = self.shared.now();
-        self.storage.has_read();
+        self.storage.take_fetched();
         match self.read_with_retries(read) {
             Ok(units) => self.report_arrival(read, units, began),
             Err(error) if read.units.len() == 1 => self.report_failure(read, error),
@@ -165,7 +165,8 @@ impl<'a> ReaderThread<'a> {
     fn report_arrival(&mut self, read: &UnitRead, units: Vec<UnitBytes>, began: Duration) {
         // A demand read had to be made because the page cache did not have the unit. If it is there
         // by now, the handler's check may have started that read.
-        let from_storage = self.storage.has_read();
+        let fetched = self.storage.take_fetched();
+        let from_storage = fetched.is_some();
         let is_read = from_storage || read.why == ReadReason::Demand;
         self.is_cached = !is_read;
         let now = self.shared.now();
@@ -183,7 +184,7 @@ impl<'a> ReaderThread<'a> {
             inner.server.record_storage_access();
         }
         if is_read {
-            inner.server.record_read_time(read, began, now);
+            inner.server.record_read_time(read, fetched.unwrap_or_default(), began, now);
         }
         self.shared.wake_threads(inner, stir);
     }

@@ -91,6 +91,11 @@ impl LearnedBlocks {
         self.blocks.iter().filter(|it| it.left > 0).map(|it| it.block).collect()
     }
 
+    /// All blocks that are remembered, in the order in which they were first read on demand.
+    pub fn all_blocks(&self) -> Vec<Block> {
+        self.blocks.iter().map(|it| it.block).collect()
+    }
+
     /// The number of blocks that are remembered.
     pub fn len(&self) -> usize {
         self.blocks.len()

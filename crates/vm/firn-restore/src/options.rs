@@ -81,7 +81,8 @@ pub enum BackgroundFill {
     /// money, or a share of a link that others use.
     WhenResponsive,
     /// As [`Self::WhenResponsive`], but not before [`LEARNING_WINDOW`] is over: what is loaded in the
-    /// background is not learned. For the first restore of an image that is restored often.
+    /// background is not learned. For the first restore of an image that is restored often. With
+    /// [`RestoreOptions::account_use`] nothing that the guest uses is missed.
     AfterLearning,
     /// Nothing: memory that the guest does not touch is never read, and the restore does not end by
     /// itself. For experiments; [`crate::RunningRestore::set_fill`] ends it.

@@ -32,7 +32,7 @@ use std::time::Instant;
 
 use firn_fault::pass_point;
 use firn_image::{Image, LocalityBlockId};
-use firn_memory::{GuestMemory, mapped_pages};
+use firn_memory::{GuestMemory, Process, mapped_pages};
 use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
 
 use crate::error::RestoreError;
@@ -43,7 +43,7 @@ use crate::server::{
     order_requests,
 };
 use crate::storage::UnitStorage;
-use crate::storage_reads::StorageReads;
+use crate::storage_reads::{StorageReads, bytes_fetched_by};
 
 /// Threads that fill. One processor is left to the hypervisor, which is starting.
 const THREAD_COUNT: usize = 2;
@@ -73,8 +73,8 @@ pub(crate) struct PrefillRead {
     pub(crate) ended: Instant,
     /// The locality blocks.
     pub(crate) read: UnitRead,
-    /// Whether the page cache did not have them.
-    pub(crate) from_storage: bool,
+    /// The bytes that were fetched from storage for it; `None` if the page cache had them all.
+    pub(crate) fetched: Option<u64>,
     /// Offset and length in the image, in bytes.
     pub(crate) extent: (u64, u32),
 }
@@ -195,10 +195,20 @@ impl PrefilledMemory {
     }
 
     /// Reports the times of the reads to the page server. To be called before any other read.
-    pub(crate) fn report_reads(&self, server: &mut PageServer<UnitBytes>, since: Instant) {
-        for read in self.reads.iter().filter(|read| read.from_storage) {
+    /// The hypervisor has read what it needs beside them.
+    pub(crate) fn report_reads(
+        &self,
+        server: &mut PageServer<UnitBytes>,
+        hypervisor: &Process,
+        since: Instant,
+    ) {
+        if !self.reads.is_empty() {
+            server.record_other_reads(bytes_fetched_by(hypervisor));
+        }
+        for read in &self.reads {
+            let Some(fetched) = read.fetched else { continue };
             server.record_storage_access();
-            server.record_read_time(&read.read, read.began - since, read.ended - since);
+            server.record_read_time(&read.read, fetched, read.began - since, read.ended - since);
         }
     }
 
@@ -413,9 +423,9 @@ impl PrefillJob {
         let began = Instant::now();
         let units = self.storage.read_units(&read.units, read.in_order).ok()?;
         let (ended, extent) = (Instant::now(), self.storage.extent_of(&read.units));
-        let from_storage = storage.has_read();
-        self.lock_queue().record_read(from_storage);
-        self.lock_reads().push(PrefillRead { began, ended, read, from_storage, extent });
+        let fetched = storage.take_fetched();
+        self.lock_queue().record_read(fetched.is_some());
+        self.lock_reads().push(PrefillRead { began, ended, read, fetched, extent });
         Some(units)
     }
 

@@ -167,7 +167,7 @@ impl RunningRestore {
         let plan = storage.read_plan();
         let stored_pages = plan.missing_pages(&SettledPages::new(memory.region_map(), block_size));
         let mut server = PageServer::new(block_size, plan, before.settled, rules, now);
-        before.prefilled.report_reads(&mut server, options.since);
+        before.prefilled.report_reads(&mut server, memory.process(), options.since);
         server.count_prefilled(before.kept, before.prefilled.filled_blocks());
         // No thread exists yet that could be woken.
         let _ = match options.mode {

@@ -65,6 +65,7 @@ pub use hypervisor::libvirt::{find_libvirt_vm, restore_target};
 pub use hypervisor::memory_use::MemoryUse;
 pub use operations::guest_program::run_in_guest;
 pub use operations::image_origin::{ImageOrigin, OriginReport, report_origin};
+pub use operations::learned_blocks::blocks_needed_first;
 pub use operations::process_check::check_process;
 pub use operations::protection::ProtectionStatus;
 pub use operations::restore::RestoreTimings;

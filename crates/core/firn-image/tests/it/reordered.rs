@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use firn_image::{
     BlockEntry, BlockOrganization, Codec, FilledBy, Geometry, Image, ImageDraft, ImageError,
-    LocalityBlockId, ReorderOptions, StoredAs, compare_with_reference, reorder_image, verify_image,
+    LocalityBlockId, ReorderOptions, StoredAs, compare_with_reference, reorder_by_need,
+    reorder_image, verify_image,
 };
 use firn_types::{Block, BlockSize, VcpuId};
 
@@ -79,6 +80,23 @@ fn random_is_by_seed() {
     let two = from.reorder(&from.image, &seeded(2), "two");
     assert_eq!(order(&one), order(&again));
     assert_ne!(order(&one), order(&two));
+}
+
+#[test]
+fn what_is_needed_first_is_in_front() {
+    let from = Checkpoint::new(Codec::Lz4);
+    let needed: Vec<Block> = order(&from.image).into_iter().rev().step_by(7).collect();
+    let out = from.path("needed");
+    let how = ReorderOptions::for_organization(BlockOrganization::Physical);
+    reorder_by_need(&from.image, &needed, &how, &out, &|_, _| ()).unwrap();
+    let image = Image::open(&out).unwrap();
+    assert_eq!(compare_with_reference(&image, &from.path("flat")).unwrap(), []);
+    assert!(verify_image(&image, 2, &|_, _| ()).is_clean());
+    assert_eq!(image.working_set(), needed);
+    assert_eq!(order(&image)[..needed.len()], needed);
+    let rest: Vec<Block> =
+        order(&from.image).into_iter().filter(|it| !needed.contains(it)).collect();
+    assert_eq!(order(&image)[needed.len()..], rest);
 }
 
 #[test]

@@ -11,9 +11,9 @@
 //! cached by the page cache), `second` (as `lazy`, with what the first restore left in the cache, and
 //! nothing of it in the page cache), and `local` (the image on the disk profile `netssd`, cold).
 //!
-//! The image was restored once where it was saved, before it was pushed (`firn image push` pushes what
-//! that has learned), with `--fill after-learning`: each page that the guest touches in ten seconds is learned.
-//! All systems have that.
+//! The image is a golden image, as the manual says how to make one: it was restored once where it was saved,
+//! with `--fill after-learning`, from a cold disk, so each page that the guest touches in ten seconds is learned. Then `firn image
+//! reorder --by learned` has stored together what that restore needed. All systems restore that image.
 //!
 //! **What is held equal**: the guest, its Redis, the client, the image, as in `peers-ttr`; the
 //! bandwidth: 125 MB/s of the disk profile, and of the proxy before the server. The server itself, a real
@@ -26,7 +26,7 @@
 //! `second_to_local` at most 1.2, `fetched_share` at most 0.1. The working set of `zipf` is most of the
 //! image, so nothing can bring it sooner than a pull; the question is how much later it comes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -117,7 +117,10 @@ fn measure_client(
 ) -> Result<()> {
     let saved = guest.save_by_firn(report)?;
     restore_first(lab, guest, &saved, throttle)?;
-    std::fs::copy(learned_file(&saved), lab.file("learned"))?;
+    let golden = lab.file("golden.firn");
+    let reorder = [saved.file.as_os_str(), "--by".as_ref(), "learned".as_ref(), "-o".as_ref()];
+    lab.firn().run_image_verb("reorder", &[&reorder[..], &[golden.as_os_str()]].concat())?;
+    let saved = SavedGuest { file: golden, ..saved };
     let direct = lab.firn().with_environment(object_environment(server.address()));
     let location = format!("s3://vms/{client}.firn");
     direct.run_image_verb("push", &[saved.file.as_os_str(), location.as_ref()])?;
@@ -138,13 +141,15 @@ fn measure_client(
     Ok(())
 }
 
-/// The first restore of the image, before it is pushed: what it learns is pushed too.
+/// The first restore of the image, which learns. It is cold: a guest whose vCPUs are held up runs
+/// code of its kernel that it does not need otherwise.
 fn restore_first(
     lab: &Lab,
     guest: &GuestSetup<'_>,
     saved: &SavedGuest,
     throttle: &DiskThrottle,
 ) -> Result<()> {
+    guest.prepare_caches(&saved.file, PROFILE)?;
     let client = guest.start_client(lab.extent.seed + 199);
     let event = client.now();
     let fill = ["--fill", "after-learning"];
@@ -153,10 +158,6 @@ fn restore_first(
     std::thread::sleep(LEARNING_TIME);
     lab.firn().stop(VM);
     Ok(())
-}
-
-fn learned_file(saved: &SavedGuest) -> PathBuf {
-    saved.file.with_extension("firn.learned")
 }
 
 impl StoreLab<'_> {
@@ -209,8 +210,8 @@ impl StoreLab<'_> {
         warm_file(&self.lab.file(&format!("objects/vms/{}.firn", self.client)))?;
         match system {
             StoreSystem::Local => {
-                // Each restore changes it.
-                std::fs::copy(self.lab.file("learned"), learned_file(self.saved))?;
+                // What the restore before has learned.
+                let _ = std::fs::remove_file(self.saved.file.with_extension("firn.learned"));
                 Ok(())
             }
             StoreSystem::Pull => Ok(()),

@@ -27,10 +27,14 @@
 //! program needs, it needs as soon as it has this one. If each of five such reads waits for a read of
 //! the fill, the guest does not respond for a quarter of a second.
 //!
+//! Where the storage limits bytes, the fill uses half of the limit: see [`super::fill_pace`].
+//!
 //! While demand reads come, a background read is short, so that they wait for little; on storage of
 //! high latency it is long all the same, because there the access is what it costs.
 
 use std::time::Duration;
+
+use super::fill_pace::FillPace;
 
 /// The limits by which the page server works.
 #[derive(Clone, Copy, Debug)]
@@ -154,6 +158,9 @@ pub(super) struct FillThrottle {
     took: Duration,
     /// Maximum number of units of the next background read.
     run: u32,
+    pace: FillPace,
+    /// Before this time the pace permits no read.
+    paced_at: Duration,
 }
 
 impl FillThrottle {
@@ -169,6 +176,8 @@ impl FillThrottle {
             ended: now,
             took: zero,
             run: 1,
+            pace: FillPace::default(),
+            paced_at: zero,
         }
     }
 
@@ -199,6 +208,8 @@ impl FillThrottle {
     pub(super) fn record_fill_end(&mut self, now: Duration) {
         let Some(began) = self.began.take() else { return };
         (self.ended, self.took) = (now, now.saturating_sub(began));
+        self.pace.record_read(self.run, began, now);
+        self.paced_at = (began + self.pace.time_for(self.run)).min(now + REST_MAX);
         let is_long = self.is_demanded && self.took > SHORT_READ;
         self.run = if is_long { self.run / 2 } else { self.run.saturating_mul(2) }.max(1);
     }
@@ -220,7 +231,7 @@ impl FillThrottle {
         };
         // The link may be shared, and a demand read waits behind what it transfers.
         let shared_at = self.ended + if rules.is_fill_late { self.took } else { Duration::ZERO };
-        let at = free_at.min(floor_at).max(shared_at);
+        let at = free_at.min(floor_at).max(shared_at).max(self.paced_at);
         if now < at {
             return FillPermission::At(at);
         }

@@ -70,6 +70,7 @@ use firn_types::{Block, BlockSize, Page};
 mod actions;
 mod cost;
 mod divergence;
+mod fill_pace;
 mod fill_start;
 mod fill_throttle;
 mod high_latency;

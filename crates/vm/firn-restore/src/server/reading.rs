@@ -101,11 +101,23 @@ impl<B: Clone> PageServer<B> {
         self.cost.record_storage_access();
     }
 
-    /// This read, from storage, took from `began` to `ended`.
-    pub fn record_read_time(&mut self, read: &UnitRead, began: Duration, ended: Duration) {
+    /// The hypervisor has read these bytes meanwhile, perhaps from the same storage.
+    pub fn record_other_reads(&mut self, bytes: u64) {
+        self.cost.record_other_reads(bytes);
+    }
+
+    /// This read, from storage, took from `began` to `ended`. The kernel has fetched these bytes for
+    /// it, or an unknown number if zero.
+    pub fn record_read_time(
+        &mut self,
+        read: &UnitRead,
+        fetched: u64,
+        began: Duration,
+        ended: Duration,
+    ) {
         match read.in_order {
             true => self.cost.stop_learning(),
-            false => self.cost.record_read(read.units.len() as u32, began, ended),
+            false => self.cost.record_read(read.units.len() as u32, fetched, began, ended),
         }
         if read.why == ReadReason::Demand {
             self.read_on_demand_for += ended.saturating_sub(began);

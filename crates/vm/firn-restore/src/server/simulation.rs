@@ -479,7 +479,7 @@ impl SimulatedRestore {
         if self.dice.chance(50) {
             self.server.record_storage_access();
         }
-        self.server.record_read_time(&read, began, self.now);
+        self.server.record_read_time(&read, 0, began, self.now);
         self.server.finish_read(read.why, self.now);
         read.units_with_reasons().for_each(|(unit, why)| self.arrive_one(unit, why));
         ReaderStep::Serves
@@ -539,7 +539,7 @@ impl SimulatedRestore {
 fn seem_far(server: &mut PageServer<SimulatedBytes>) {
     let at = |read| Duration::from_millis(20) * read;
     let read = UnitRead { units: 0..1, why: ReadReason::Fill, in_order: false };
-    (0..12).for_each(|n| server.record_read_time(&read, at(n), at(n + 1)));
+    (0..12).for_each(|n| server.record_read_time(&read, 0, at(n), at(n + 1)));
     assert!(server.cost.is_high_latency());
 }
 
@@ -734,7 +734,7 @@ fn ask(server: &mut PageServer<SimulatedBytes>, unit: u32, from: Duration, to: D
     let FaultAnswer::RequestRead(install) = server.answer_fault(from, Page(unit)) else { panic!() };
     assert!(server.record_cache_miss(&install).demand);
     let ReadDecision::Read(read) = server.take_read(from, false) else { panic!() };
-    server.record_read_time(&read, from, to);
+    server.record_read_time(&read, 0, from, to);
     for (unit, why) in read.units_with_reasons() {
         let _ = server.record_arrival(to, unit, UnitSource::PageCache, why);
     }

@@ -15,6 +15,8 @@ use firn_restore::{
 };
 use firn_types::{Block, BlockSize};
 
+use crate::records::failure::{Failure, FailureKind};
+
 /// The size limit of a file: somewhat more than for the maximum number of learned blocks.
 const BYTES_MAX: u64 = 1 << 20;
 
@@ -71,21 +73,50 @@ impl LearnedBlocksFile {
         }
     }
 
-    /// The blocks that the guest waited for and that are not in the working set.
+    /// The blocks that the guest waited for, or the hypervisor while it loaded the devices, and that
+    /// are not in the working set.
     fn demanded_blocks(&self, record: &RunRecord) -> Vec<Block> {
         let Some(resumed_us) = record.resumed_us else { return Vec::new() };
         let until_us = resumed_us + LEARNING_WINDOW.as_micros() as u64;
         let mut seen = HashSet::new();
-        let faults = record
-            .faults
-            .iter()
-            .filter(|fault| (resumed_us..until_us).contains(&fault.t_us) && is_image_block(fault));
+        let faults =
+            record.faults.iter().filter(|fault| fault.t_us < until_us && is_image_block(fault));
         let blocks = faults.map(|fault| self.block_size.block_of(fault.page));
         blocks.filter(|block| !self.working_set.contains(block) && seen.insert(*block)).collect()
     }
 
     fn write_file(&self) -> io::Result<()> {
         firn_files::replace_private(&self.path, &serde_json::to_vec(&self.learned)?)
+    }
+}
+
+/// The blocks that restores of an image need first: those that they have learned, then those of its
+/// working set.
+pub fn blocks_needed_first(image: &Image) -> Result<Vec<Block>, Failure> {
+    let file = LearnedBlocksFile::for_image(image, RestoreMode::Auto);
+    let learned = file.map(|it| it.learned.all_blocks()).unwrap_or_default();
+    if learned.is_empty() {
+        return Err(nothing_learned(image));
+    }
+    let mut seen = HashSet::new();
+    let blocks = learned.into_iter().chain(image.working_set().iter().copied());
+    Ok(blocks.filter(|block| seen.insert(*block)).collect())
+}
+
+fn nothing_learned(image: &Image) -> Failure {
+    let path = image.path().display();
+    let text = match image.is_sealed() {
+        true => format!("{path} is sealed: what its restores need is written to no file"),
+        false => {
+            format!("{}: no restore has learned anything", learned_path(image.path()).display())
+        }
+    };
+    let failure = Failure::new(FailureKind::Refused, text);
+    match image.is_sealed() {
+        true => failure.with_hint("reorder an image that is not sealed, and seal a checkpoint of its restored VM"),
+        false => failure.with_hint(format!(
+            "restore it once, with the load that it is made for: `firn restore {path} --fill after-learning`"
+        )),
     }
 }
 
@@ -154,7 +185,7 @@ mod tests {
         ]));
         let path = dir.path().join("web.firn.learned");
         let learned = read_file(&path).unwrap().unwrap();
-        assert_eq!(learned.expected_blocks(), [Block(10), Block(6)]);
+        assert_eq!(learned.expected_blocks(), [Block(20), Block(10), Block(6)]);
         assert!(learned.is_about("1f"));
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);

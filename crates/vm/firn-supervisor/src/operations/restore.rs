@@ -181,6 +181,9 @@ pub(crate) fn restore_vm(
     let storage =
         runtime.and_then(|runtime| ImageStorage::from_files(image.chain_paths(), runtime));
     let fill = choose_fill(wanted.fill.when, &image);
+    if fill == BackgroundFill::AfterLearning {
+        forget_cached_pages(&image);
+    }
     let options = RestoreOptions {
         mode: wanted.mode,
         on_error: wanted.on_error,
@@ -190,7 +193,8 @@ pub(crate) fn restore_vm(
             .as_ref()
             .map(|learning| learning.request_expected_blocks(&image))
             .unwrap_or_default(),
-        account_use: wanted.account_use,
+        // Of pages that are loaded beside others, only a fault shows that the guest uses them.
+        account_use: wanted.account_use || fill == BackgroundFill::AfterLearning,
         // The holder of a family's template fills it for all clones.
         fill: if family.is_some() { BackgroundFill::Off } else { fill },
         bandwidth: wanted.fill.bandwidth,
@@ -298,6 +302,16 @@ pub(crate) fn choose_fill(wanted: Option<BackgroundFill>, image: &Image) -> Back
         true => BackgroundFill::WhenResponsive,
         false => BackgroundFill::AtOnce,
     })
+}
+
+/// Has the kernel forget what it has of the image in the page cache. A guest that waits for storage
+/// runs code of its kernel that it does not need otherwise, so a restore that learns has to wait for
+/// storage as later ones will.
+fn forget_cached_pages(image: &Image) {
+    for file in image.try_clone_files().into_iter().flatten() {
+        // Less is learned if that fails.
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+    }
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.

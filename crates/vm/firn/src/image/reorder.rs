@@ -1,10 +1,13 @@
 //! `firn image reorder`
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::Args as ClapArgs;
-use firn_image::{BlockOrganization, Codec, Image, ImageSummary, ReorderOptions};
-use firn_supervisor::{Failure, record_copy};
+use firn_image::{
+    BlockOrganization, Codec, Image, ImageSummary, OrganizationError, ReorderOptions,
+};
+use firn_supervisor::{Failure, blocks_needed_first, record_copy};
 
 use super::rewrite::{RewriteProgress, describe_rewrite, rewrite_facts};
 use crate::choices::{Choice, parse_choice};
@@ -12,25 +15,50 @@ use crate::output::{FactPrinter, check_output};
 use crate::units;
 
 const ORDERS: &[Choice] = &[
+    (
+        "learned",
+        "what restores of the image have needed first, and its working set, before the rest",
+    ),
     ("locality", "by first access, as a checkpoint is written"),
     ("physical", "by address"),
     ("random", "shuffled; --seed determines the order"),
 ];
 
+/// The order of memory blocks.
+#[derive(Clone, Copy, Debug)]
+enum BlockOrder {
+    Learned,
+    By(BlockOrganization),
+}
+
+impl FromStr for BlockOrder {
+    type Err = OrganizationError;
+
+    fn from_str(word: &str) -> Result<Self, Self::Err> {
+        match word {
+            "learned" => Ok(Self::Learned),
+            _ => word.parse().map(Self::By),
+        }
+    }
+}
+
 /// Rewrite an image with its memory blocks in another order.
 ///
-/// The checkpoint stays the same: only the locations of its memory blocks in the file change. Use
-/// this command for comparisons in which images differ in that order alone.
+/// The checkpoint stays the same: only the locations of its memory blocks in the file change. With
+/// --by learned, what restores of the image have needed is at one place in the file, and each
+/// restore of it loads that first. Use it for an image that is restored often, from a disk or from
+/// object storage: restore it once with its load and --fill after-learning, then reorder it. The
+/// other orders are for comparisons.
 #[derive(Debug, ClapArgs)]
 #[command(after_long_help = r"Example:
-  firn image reorder web.firn --by physical \
-    -o web-physical.firn")]
+  firn image reorder web.firn --by learned \
+    -o golden.firn")]
 pub struct ImageReorderArgs {
     /// The image.
     image: PathBuf,
     /// The order.
-    #[arg(long, value_name = "ORDER", value_parser = parse_choice::<BlockOrganization>(ORDERS))]
-    by: BlockOrganization,
+    #[arg(long, value_name = "ORDER", value_parser = parse_choice::<BlockOrder>(ORDERS))]
+    by: BlockOrder,
     /// The image to write.
     #[arg(long, short, value_name = "IMAGE")]
     output: PathBuf,
@@ -55,16 +83,23 @@ impl ImageReorderArgs {
     }
 
     fn write_reordered(&self, image: &Image) -> Result<ImageSummary, Failure> {
+        let (by, needed_first) = match self.by {
+            BlockOrder::Learned => (BlockOrganization::Access, Some(blocks_needed_first(image)?)),
+            BlockOrder::By(organization) => (organization, None),
+        };
         let how = ReorderOptions {
             codec: self.codec,
             seed: self.seed,
             threads: super::open::worker_count(),
-            ..ReorderOptions::for_organization(self.by)
+            ..ReorderOptions::for_organization(by)
         };
         record_copy(&self.image, &self.output)?;
         let rewriting = RewriteProgress::new("reordering", image);
         let show = |done, total| rewriting.show_progress(done, total);
-        firn_image::reorder_image(image, &how, &self.output, &show)
-            .map_err(|error| super::open::to_failure(&error))
+        let summary = match &needed_first {
+            Some(blocks) => firn_image::reorder_by_need(image, blocks, &how, &self.output, &show),
+            None => firn_image::reorder_image(image, &how, &self.output, &show),
+        };
+        summary.map_err(|error| super::open::to_failure(&error))
     }
 }

@@ -40,12 +40,7 @@ const WITHOUT_VM: &[Mistake] = &[
     mistake("image inspect disk.qcow2", 6, "this is no image", ""),
     mistake("image compare text.firn text.firn", 6, "too few for an image", ""),
     mistake("image rm none.firn", 2, "none.firn is not there", ""),
-    mistake(
-        "image reorder text.firn --by size -o x.firn",
-        2,
-        "possible values: locality",
-        "--help",
-    ),
+    mistake("image reorder text.firn --by size -o x.firn", 2, "possible values: learned", "--help"),
     mistake("image merge none.firn", 1, "No such file", "check the path"),
     mistake("restore none.firn", 1, "No such file", "check the path"),
     mistake("restore text.firn", 6, "too few for an image", ""),

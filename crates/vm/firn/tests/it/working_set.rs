@@ -50,6 +50,34 @@ fn the_working_set_is_contiguous_in_the_image() {
     is_brought_in(&vm, "web.firn");
 }
 
+/// A golden image: what a restore has learned is in front, so that no later restore waits for it.
+#[test]
+fn what_a_restore_has_learned_is_stored_together() {
+    let vm = Vm::resumed();
+    vm.session.firn(&["checkpoint", "web", "-o", "web.firn", "--reference", "web.ram"]).succeeds();
+    vm.session.firn(&["stop", "web", "--force"]).succeeds();
+    let reorder = ["image", "reorder", "web.firn", "--by", "learned", "-o", "golden.firn"];
+    vm.session.firn(&reorder).fails(5, "no restore has learned anything");
+    assert!(!vm.image("golden.firn").exists());
+    let learn = ["restore", "web.firn", "--name", "web", "--fill", "after-learning"];
+    vm.session.firn(&learn).succeeds();
+    vm.is_well();
+    eventually("it has learned", PATIENCE, || vm.image("web.firn.learned").exists());
+    vm.session.firn(&["stop", "web", "--force"]).succeeds();
+    vm.session.firn(&reorder).succeeds();
+    vm.session.firn(&["image", "compare", "golden.firn", "web.ram"]).succeeds();
+    vm.session.firn(&["image", "verify", "golden.firn"]).succeeds();
+    let (before, image) =
+        (Image::open(&vm.image("web.firn")), Image::open(&vm.image("golden.firn")));
+    let (before, image) = (before.unwrap(), image.unwrap());
+    let needed = image.working_set();
+    assert!(needed.len() > before.working_set().len(), "{}", needed.len());
+    let ids: BTreeSet<_> =
+        needed.iter().filter_map(|&block| image.entry_of(block)).map(|(id, _)| id.0).collect();
+    assert_eq!(ids.last().map(|last| *last as usize + 1), Some(ids.len()), "in front");
+    is_brought_in(&vm, "golden.firn");
+}
+
 fn recoveries(session: &Session) -> u64 {
     session.status("web")["recoveries"].as_u64().unwrap()
 }
