@@ -286,9 +286,7 @@ impl CachedObject {
 
     /// Writes bytes to the file. False if there is no room for them.
     fn store_bytes(&self, bytes: &Bytes, start: u64) -> bool {
-        if !self.room.reserve(bytes.len() as u64) {
-            return false;
-        }
+        let Some(_reserved) = self.room.reserve(bytes.len() as u64) else { return false };
         let write = || {
             firn_fault::pass_io_point("cache.write")?;
             self.data.write_all_at(bytes, start)

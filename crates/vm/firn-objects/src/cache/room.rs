@@ -9,8 +9,8 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use firn_cache::{CacheDir, CacheReport, map_path};
@@ -24,12 +24,32 @@ const UNUSED_MIN: Duration = Duration::from_secs(3);
 pub(crate) struct CacheRoom {
     cache: CacheDir,
     bytes_max: u64,
-    used: AtomicU64,
+    used: Mutex<UsedBytes>,
     fetched: AtomicU64,
     requests: AtomicU64,
     demands: AtomicUsize,
     /// One thread at a time removes objects.
     removing: Mutex<()>,
+}
+
+/// The bytes that the cache has, or is going to have.
+struct UsedBytes {
+    /// On the disk, or to be written.
+    all: u64,
+    /// Of these, those for which there is room, and that may not be on the disk yet.
+    being_written: u64,
+}
+
+/// Room for bytes, until they are written.
+pub(crate) struct ReservedRoom<'a> {
+    room: &'a CacheRoom,
+    bytes: u64,
+}
+
+impl Drop for ReservedRoom<'_> {
+    fn drop(&mut self) {
+        self.room.lock_used().being_written -= self.bytes;
+    }
 }
 
 /// A request to the store that has not been answered yet.
@@ -46,7 +66,8 @@ impl Drop for RequestInFlight<'_> {
 
 impl CacheRoom {
     pub(crate) fn new(cache: CacheDir, bytes_max: u64) -> Self {
-        let used = AtomicU64::new(measure_objects(&cache));
+        let used = UsedBytes { all: measure_objects(&cache), being_written: 0 };
+        let used = Mutex::new(used);
         let (fetched, requests) = (AtomicU64::new(0), AtomicU64::new(0));
         let (demands, removing) = (AtomicUsize::new(0), Mutex::new(()));
         Self { cache, bytes_max, used, fetched, requests, demands, removing }
@@ -68,18 +89,24 @@ impl CacheRoom {
         self.fetched.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Makes room for bytes that are going to be written. False if there is none.
-    pub(crate) fn reserve(&self, bytes: u64) -> bool {
+    /// Makes room for bytes that are going to be written. `None` if there is none.
+    pub(crate) fn reserve(&self, bytes: u64) -> Option<ReservedRoom<'_>> {
         loop {
-            let used = self.used.fetch_add(bytes, Ordering::AcqRel) + bytes;
-            if used <= self.bytes_max {
-                return true;
+            let mut used = self.lock_used();
+            if used.all.saturating_add(bytes) <= self.bytes_max {
+                used.all += bytes;
+                used.being_written += bytes;
+                return Some(ReservedRoom { room: self, bytes });
             }
-            self.used.fetch_sub(bytes, Ordering::AcqRel);
+            drop(used);
             if !self.remove_oldest() {
-                return false;
+                return None;
             }
         }
+    }
+
+    fn lock_used(&self) -> MutexGuard<'_, UsedBytes> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Removes the object that was not used for the longest time and that no process has open. False if
@@ -91,7 +118,9 @@ impl CacheRoom {
         let is_due = |used: &SystemTime| used.elapsed().is_ok_and(|since| since > UNUSED_MIN);
         let mut objects = objects.iter().filter(|(used, _)| is_due(used));
         let is_removed = objects.any(|(_, data)| remove_object(&self.cache, data).is_ok());
-        self.used.store(measure_objects(&self.cache), Ordering::Release);
+        // What is half written counts twice for a moment: the bound holds all the same.
+        let mut used = self.lock_used();
+        used.all = measure_objects(&self.cache) + used.being_written;
         is_removed
     }
 
@@ -166,4 +195,26 @@ pub(crate) fn clean_up(cache: &CacheDir) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Objects are removed while other bytes are still to be written.
+    #[test]
+    fn bytes_that_are_still_to_be_written_count_when_objects_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = CacheDir::at(dir.path());
+        fs::create_dir_all(cache.objects()).unwrap();
+        fs::create_dir_all(cache.images()).unwrap();
+        let room = CacheRoom::new(cache, 1000);
+        let reserved = room.reserve(900);
+        assert!(reserved.is_some() && room.reserve(200).is_none());
+        assert!(!room.remove_oldest(), "there is none");
+        assert!(room.reserve(200).is_none(), "900 bytes will be written");
+        drop(reserved);
+        assert!(!room.remove_oldest());
+        assert!(room.reserve(200).is_some(), "they were not");
+    }
 }
