@@ -28,6 +28,9 @@ const MEDIAN: &str = ".p50";
 /// Maximum number of elements of a series on the page.
 const SHOWN_MAX: usize = 12;
 
+/// What a section begins with.
+const SECTION: &str = "\n## ";
+
 const HEAD: &str = "# Measured
 
 Made by `firn-lab publish` from what `firn-lab run` has written; nothing here is written by hand. `make
@@ -37,7 +40,8 @@ absolute times are not those of KVM: compare figures of one section with each ot
 described in the documentation of its file in `crates/lab/firn-lab/src/experiments`.
 ";
 
-/// Writes the page from all reports in a directory; returns their number.
+/// Writes the page from all reports in a directory; returns their number. A page that exists keeps the
+/// sections of other experiments.
 ///
 /// # Errors
 /// If there is no report, or a file is no report.
@@ -48,10 +52,23 @@ pub fn publish_reports(from: &Path, page: &Path) -> Result<usize> {
         "{}: no report of an experiment; `firn-lab run NAME` writes one",
         from.display()
     );
-    let sections: String =
-        reports.values().map(|report| format!("\n{}", describe_report(report))).collect();
+    let mut sections = read_sections(page)?;
+    let count = reports.len();
+    sections.extend(reports.into_iter().map(|(name, report)| (name, describe_report(&report))));
+    let sections: String = sections.values().map(|section| format!("\n{section}")).collect();
     fs::write(page, format!("{HEAD}{sections}")).with_context(|| page.display().to_string())?;
-    Ok(reports.len())
+    Ok(count)
+}
+
+/// The sections of a page, by experiment; none if there is no page.
+fn read_sections(page: &Path) -> Result<BTreeMap<String, String>> {
+    if !page.exists() {
+        return Ok(BTreeMap::new());
+    }
+    let text = fs::read_to_string(page).with_context(|| page.display().to_string())?;
+    let sections = text.split(SECTION).skip(1);
+    let name_of = |section: &str| section.lines().next().unwrap_or_default().trim().to_owned();
+    Ok(sections.map(|it| (name_of(it), format!("{}{}\n", &SECTION[1..], it.trim_end()))).collect())
 }
 
 /// The reports in a directory, by experiment. Other JSON files are ignored.
@@ -201,6 +218,28 @@ mod tests {
         }
         assert!(text.contains("A quick run at commit `0123abcd`"), "{text}");
         assert!(!text.contains("ttr_s.auto.min"), "{text}");
+    }
+
+    #[test]
+    fn a_page_keeps_the_sections_of_other_experiments() {
+        let dir = tempfile::tempdir().unwrap();
+        let page = dir.path().join("measured.md");
+        let publish = |name: &str, value: f64| {
+            let reports = tempfile::tempdir().unwrap();
+            let mut report = Report::new(name, true);
+            report.add_number("ratio", value);
+            report.write_files(reports.path()).unwrap();
+            publish_reports(reports.path(), &page).unwrap();
+            fs::read_to_string(&page).unwrap()
+        };
+        let first = publish("vpc-move", 1.5);
+        let both = publish("sealed", 2.5);
+        assert!(both.ends_with(first.strip_prefix(HEAD).unwrap()), "{both}");
+        assert_eq!(both.matches("## ").count(), 2, "in the order of their names: {both}");
+        assert_eq!(publish("sealed", 2.5), both);
+        let later = publish("vpc-move", 3.5);
+        assert!(later.contains("| 2.50 |") && later.contains("| 3.50 |"), "{later}");
+        assert!(!later.contains("| 1.50 |"), "{later}");
     }
 
     #[test]

@@ -10,8 +10,9 @@ use rustix::fs::{Advice, fadvise};
 
 use super::profile::{ThrottleError, io_error_at};
 
-/// How often eviction of just the files is tried, and the pause after each time.
-const ATTEMPTS_MAX: u32 = 20;
+/// How often eviction of just the files is tried, and the pause after each time. A process that ends
+/// may have reads in flight at a throttled disk, which takes seconds.
+const ATTEMPTS_MAX: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Evicts files from the page cache, so that the next read of them is disk I/O.
@@ -26,7 +27,7 @@ pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), Th
         evict_patiently(path)?;
         if cached_pages(path)? > 0 {
             drop_all_caches();
-            evict_file(path)?;
+            evict_patiently(path)?;
         }
         match cached_pages(path)? {
             0 => (),
