@@ -9,13 +9,19 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
 const SYSFS: &str = "/sys/class/virtio-ports";
-/// Interval between checks for a client at the other end.
-const CLIENT_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval between checks for a client at the other end. Each check takes some tenths of a
+/// millisecond in an emulated guest, and most guests of a test have no client for most of the time.
+const CLIENT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Intervals between checks for a port: while drivers start, and later.
+const PORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+const LATE_PORT_CHECK_INTERVAL: Duration = Duration::from_secs(30);
+/// How long drivers may take to start.
+const DRIVERS_LIMIT: Duration = Duration::from_secs(3);
 
 /// The device of the port that the hypervisor calls `name`, if there is one.
 pub fn find_port(name: &str) -> Option<PathBuf> {
@@ -25,6 +31,17 @@ pub fn find_port(name: &str) -> Option<PathBuf> {
     };
     let port = entries.filter_map(|entry| Some(entry.ok()?.path())).find(named)?;
     Some(PathBuf::from("/dev").join(port.file_name()?))
+}
+
+/// Waits until there is a port called `name`. A program that ended instead would be started anew each
+/// second, at another address each time; an emulator translates all of it again, and an idle guest
+/// keeps a tenth of a processor busy.
+pub fn await_port(name: &str) {
+    let start = Instant::now();
+    while !name.starts_with('/') && find_port(name).is_none() {
+        let is_late = start.elapsed() > DRIVERS_LIMIT;
+        sleep(if is_late { LATE_PORT_CHECK_INTERVAL } else { PORT_CHECK_INTERVAL });
+    }
 }
 
 /// Opens the port called `name`, or the path itself where it is one. A port can be open only once.

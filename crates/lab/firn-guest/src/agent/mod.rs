@@ -36,8 +36,9 @@ struct RequestHandler {
     jobs: Mutex<HashMap<String, Arc<AgentJob>>>,
 }
 
-/// Serves requests for ever.
+/// Serves requests for ever, from when there is a port.
 pub fn run(args: &AgentArgs) -> Result<()> {
+    port::await_port(&args.port);
     let port = port::open_port(&args.port, true)?;
     let answers = Mutex::new(port.try_clone().context("cannot share the port")?);
     let shared = Arc::new(RequestHandler { answers, jobs: Mutex::default() });

@@ -60,8 +60,6 @@ const WRITTEN_KEYS: u64 = 500;
 const CHECKED_KEYS: std::ops::Range<u64> = 5000..5200;
 /// How long a guest under load may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(120);
-/// The memory that the first guest of a system may take of the host, in MiB.
-const FIRST_ESTIMATE_MIB: f64 = 150.0;
 /// What clones may take in addition to the saved guest, by what they have written.
 const WRITTEN_FACTOR: f64 = 1.1;
 
@@ -194,7 +192,7 @@ impl DensityRun<'_> {
 fn estimate_memory(report: &Report, system: DensitySystem) -> f64 {
     let runs = report.repetitions().iter().rev();
     let mut known = runs.filter(|run| run["system"] == system.name());
-    known.find_map(|run| run["host_mib"].as_f64()).unwrap_or(FIRST_ESTIMATE_MIB)
+    known.find_map(|run| run["host_mib"].as_f64()).unwrap_or_else(|| system.first_estimate_mib())
 }
 
 fn runs_of(report: &Report, system: DensitySystem, count: usize) -> Vec<&Value> {

@@ -19,6 +19,8 @@ use crate::report::Report;
 
 /// Guest memory, in MiB.
 pub(super) const RAM_MIB: u32 = 256;
+/// The memory of a hypervisor with one vCPU besides guest RAM, in MiB.
+const HYPERVISOR_MIB: f64 = 150.0;
 /// Bytes of a value of Redis.
 const VALUE_BYTES: usize = 1000;
 /// The port of Redis in a guest.
@@ -57,6 +59,15 @@ impl DensitySystem {
             Self::Restores => "firn-restores",
             Self::QemuTemplate => "qemu-template",
             Self::QemuFile => "qemu-file",
+        }
+    }
+
+    /// The memory that a guest may take of the host, in MiB, before one was measured: the hypervisor with
+    /// the code that it translates, and all RAM where it is not shared.
+    pub(super) fn first_estimate_mib(self) -> f64 {
+        match self {
+            Self::Clones | Self::QemuTemplate => HYPERVISOR_MIB,
+            Self::Restores | Self::QemuFile => HYPERVISOR_MIB + f64::from(RAM_MIB),
         }
     }
 
